@@ -346,15 +346,16 @@ def _check_filled(self:Plan, warns):
 def _warn_left_out(self:Plan):
     "Warn if incomplete steps, which the user has not asked to drop, have a tenth of the samples or more"
     left_out = [self.left_out(i) for i in self._different_epochs()]
-    # The warning advises the user to pass `drop_last=False`, which does not bring back samples that the
-    # loaders themselves drop. So these samples are not counted.
-    n_in_dropped_steps = sum(left_out)-self.dropped*len(left_out)
-    is_few = n_in_dropped_steps*10<self.n_all*len(left_out)
-    if not n_in_dropped_steps or is_few: return
-    number = _range(min(left_out), max(left_out))
+    # `drop_last=False` brings back the samples in dropped steps, but not the samples that the loaders
+    # themselves drop
+    in_dropped_steps = [o-self.dropped for o in left_out]
+    is_few = sum(in_dropped_steps)*10<self.n_all*len(left_out)
+    if not any(in_dropped_steps) or is_few: return
+    number,n_back = (_range(min(o), max(o)) for o in (left_out,in_dropped_steps))
+    which = f'{n_back} of them' if self.dropped else 'them'
     warn(f"{number} of {self.n_all} samples are left out of each epoch: the training loader drops its "
-        "incomplete last batch, so the incomplete last step is dropped as well. To train on these "
-        "samples, pass `drop_last=False`" + more_link('samples-left-out'))
+        f"incomplete last batch, so the incomplete last step is dropped as well. To train on {which}, "
+        "pass `drop_last=False`" + more_link('samples-left-out'))
 
 # %% ../../nbs/core/00_plan.ipynb #warn-rounded-up
 @patch

@@ -13,9 +13,9 @@ from test_warned import count_warnings, fit_small_rate, summed
 x = torch.randn(70, 5)
 data = list(zip(x, (x[:,0]>0).long()))
 
-def learner(bs=4, drop_last=False, **kwargs):
-    "Return a Learner on 70 samples that prints a table of losses, as fastai's does by default"
-    dls = DataLoaders(DataLoader(data, bs=bs, drop_last=drop_last), DataLoader(data, bs=32))
+def learner(bs=4, drop_last=False, n=70, **kwargs):
+    "Return a Learner on `n` samples that prints a table of losses, as fastai's does by default"
+    dls = DataLoaders(DataLoader(data[:n], bs=bs, drop_last=drop_last), DataLoader(data, bs=32))
     return Learner(dls, nn.Linear(5, 2), CrossEntropyLossFlat(), **kwargs)
 
 def announced(capsys):
@@ -145,10 +145,12 @@ def test_samples_that_a_schedule_leaves_out_are_counted_over_all_epochs():
         with learn.no_bar(), learn.no_logging():
             assert count_warnings(lambda: learn.fit(3, cbs=schedule(*sizes)))==expected
 
-def test_the_warning_of_samples_left_out_has_the_right_numbers_and_remedy():
-    learn = learner(drop_last=True)
-    with pytest.warns(UserWarning, match='^22 of 70 samples are left out of each epoch.*`drop_last=False`'):
-        learn.fit(1, cbs=GradientAccumulation(48))
+@pytest.mark.parametrize('n,n_left_out,which', [(70,22,'20 of them'), (68,20,'them')])
+def test_the_warning_of_samples_left_out_has_the_right_numbers_and_remedy(n, n_left_out, which):
+    "The loader with 70 samples in batches of 4 drops two of them, which the callback never sees"
+    learn = learner(n=n, drop_last=True)
+    message = fr'^{n_left_out} of {n} samples are left out of each epoch.* train on {which}, pass `drop_last=False`'
+    with pytest.warns(UserWarning, match=message): learn.fit(1, cbs=GradientAccumulation(48))
     assert GradientAccumulation(48, drop_last=False).plan(learn).sizes==[[48,20]]
 
 @pytest.mark.parametrize('loader_drops', [False,True])

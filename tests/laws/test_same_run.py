@@ -34,6 +34,20 @@ def test_a_run_with_sparse_gradients_is_the_full_batch_run(opt, acc):
     assert_same_run(*both_runs(data=data, model=model, splitter=all_params,
         opt_func=partial(OptimWrapper, opt=opt), acc=acc))
 
+def as_a_wrapper(learn):
+    learn.create_opt()   # the splitter of `toy` needs the model itself
+    learn.model = torch.compile(learn.model, backend='aot_eager')
+def in_place(learn): learn.model.compile(backend='aot_eager')
+
+@pytest.mark.parametrize('acc', [dict(),dict(micro_batch_size=4)], ids=str)
+@pytest.mark.parametrize('compile_model', [as_a_wrapper,in_place])
+def test_the_run_of_a_compiled_model_is_the_full_batch_run(compile_model, acc):
+    "The backend `aot_eager` compiles the forward and the backward pass, but needs no compiler of C++"
+    def fit(learn, cbs):
+        compile_model(learn)
+        learn.fit_one_cycle(2, 0.05, cbs=cbs)
+    assert_same_run(*both_runs(fit=fit, acc=acc))
+
 # Fit after fit
 
 @pytest.mark.parametrize('opt_func', [Adam,partial(OptimWrapper, opt=torch.optim.SGD)], ids=['fastai','torch'])

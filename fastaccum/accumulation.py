@@ -47,8 +47,8 @@ class GradientAccumulation(QuietCallback):
         gets more samples than its loader reported
     torch.OutOfMemoryError: with `micro_batch_size='auto'`, one sample or the optimizer's state does not
         fit in memory
-    UserWarning: in a fit, when the run differs or may differ from the full-batch run; once per fit for
-        each cause
+    AccumulationWarning: in a fit, when the run differs or may differ from the full-batch run; once per
+        fit for each cause
     """
     # after `DistributedTrainer` (11), which wraps the loader: a step joins the wrapped loader's batches
     order = GradientClip.order+1

@@ -182,7 +182,7 @@ class TokenBudget(MicroBatchLimit):
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
     def __init__(self,
         max_tokens:int, # The most tokens in a micro-batch, padding included
-        *, pad_id:int|None=None, # Id of padding in the first integer input, without an `attention_mask`
+        *, pad_id:int|None=None, # Id of the padding token; needed only without an `attention_mask`
         length:Callable|None=None # `length(batch)` returns the number of tokens in each row of a batch
     ):
         super().__init__()

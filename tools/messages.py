@@ -31,7 +31,6 @@ examples = {
     '… cannot tell how long the rows of …': 'TokenBudget(8192) cannot tell how long the rows of a batch are …',
     '… needs integer token ids or an `attention_mask` …': 'TokenBudget(8192) needs integer token ids …',
     'a … in a batch of … samples cannot …': 'a Graph in a batch of 64 samples cannot be split …',
-    'a trial of … steps made …, in … batches …': 'a trial of 3 steps made 0, in 23 batches …',
     'only … of … steps were taken …': 'only 3 of 20 steps were taken …',
     'the training …, so with batches of … it …': 'the training LMDataLoader cuts the text into as many streams as …',
     '… of the … BatchNorm layers that `FreezeBN` freezes …': '2 of the 20 BatchNorm layers that `FreezeBN` freezes …',

@@ -20,8 +20,8 @@ def before_fit(self:FastaiGradientAccumulation):
     "Warn once that this is fastai's class, then run fastai's own `before_fit`"
     is_validation = self.learn.lock.locked()
     if type(self) is FastaiGradientAccumulation and not is_validation:
-        warn_once('import-order', "this fit uses fastai's `GradientAccumulation` and not fastaccum's, "
-            "which has the same name: the last import decides (did a tool sort the imports?). "
+        warn_once('import-order', "this fit uses fastai's `GradientAccumulation`, not fastaccum's. They "
+            "share a name, and the last import wins (did a tool sort the imports?). "
             "Import fastaccum after fastai, or write `import fastaccum` and "
             "`fastaccum.GradientAccumulation(…)`, which works in any order",
             ImportOrderWarning)

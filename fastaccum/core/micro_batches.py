@@ -324,7 +324,7 @@ def read_micro_batch_size(o:int|str|MicroBatchLimit, split:Callable=split)->Micr
     """
     if isinstance(o, MicroBatchLimit): return o
     if isinstance(o, str) and o=='auto': return AutoSize(split)
-    return FixedSize(check_count('micro_batch_size', o, or_else="'auto', or "), split)
+    return FixedSize(check_count('micro_batch_size', o, or_else="'auto', a `TokenBudget`, or "), split)
 
 # %% ../../nbs/core/12_micro_batches.ipynb #micro
 class MicroBatch:

@@ -87,14 +87,15 @@ class Division:
         """
         return start+even_sizes(end-start, max_samples)[0]
 
-    def bounds(self, max_samples:int|None)->list:
-        """Divide the batch into micro-batches of at most `max_samples` samples
+    def bounds(self, max_samples:int|None, start:int=0, end:int|None=None)->list:
+        """Divide the rows from `start` up to `end` into micro-batches of at most `max_samples` samples
 
         Returns pairs `(start, stop)`: the first row of a micro-batch, and the row after its last row.
+        Without `start` and `end`, it divides the whole batch.
         """
-        res,start = [],0
-        while start<self.n:
-            stop = self.end_of(start, self.n, max_samples)
+        res,end = [],self.n if end is None else end
+        while start<end:
+            stop = self.end_of(start, end, max_samples)
             res.append((start,stop))
             start = stop
         return res
@@ -282,7 +283,7 @@ def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
 
     Returns whether memory was enough. If not `may_retry()`, the error of `run` is raised.
 
-    OutOfMemoryError: memory ran out with a single sample
+    OutOfMemoryError: memory ran out with the smallest micro-batch
     """
     reason = None
     try: run()
@@ -294,8 +295,12 @@ def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
     undo()
     free_memory()
     self.unreported = self.unreported or (n,reason)
-    if n==1:
-        raise torch.OutOfMemoryError(f"memory ran out with a single sample ({self.unreported[1]}), so "
+    limit = self.max_samples(training)
+    # a `Division` that keeps rows together may have made a micro-batch larger than the limit
+    is_smallest = n==1 or limit is not None and n>limit
+    if is_smallest:
+        smallest = f'{n} samples, which stay together' if n>1 else 'a single sample'
+        raise torch.OutOfMemoryError(f"memory ran out with {smallest} ({self.unreported[1]}), so "
             "smaller micro-batches do not help. Use `learn.to_fp16()`, `ActivationCheckpoint()`, "
             "smaller inputs or a smaller model" + more_link('out-of-memory'))
     if training: self.max_train = n//2

@@ -15,7 +15,7 @@ from fastai.callback.core import Callback
 from torch.autograd.function import Function, once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 from fastcore.basics import patch
-from .batch import bounds, even_sizes, leaves, like_tensor, rebuilt
+from .batch import leaves, like_tensor, rebuilt
 from .distributed import add_up
 from .gradients import GradSums, in_half
 from .forward_state import ForwardState, devices_of
@@ -290,9 +290,9 @@ def _replay_all(self:ReplayedForward, grads):
         i,start,stop = todo.pop()
         # `max_samples` has fallen if memory ran out for an earlier micro-batch of this backward pass
         is_too_large = self.last_outs is None and stop-start>self.max_samples
-        if is_too_large:
-            halves = [(i,start+a,start+b) for a,b in bounds(even_sizes(stop-start, self.max_samples))]
-            todo += halves[::-1]
+        parts = self.division.bounds(self.max_samples, start, stop) if is_too_large else []
+        if len(parts)>1:
+            todo += [(i,*o) for o in reversed(parts)]
             continue
         def run(): self._replay(i, start, stop, grads)
         if self.cb.limit.attempt(stop-start, self.training, run, self._drop_grads): self.sums.add()

@@ -9,10 +9,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from fastai.vision.all import Callback, GradientClip, LossMetrics, accuracy, set_seed
 from fastaccum import AutoSize, GradientAccumulation, GradientCache
-from fastaccum.testing import CrossEntropy, assert_same_run, toy
+from fastaccum.core.micro_batches import Division
+from fastaccum.testing import CrossEntropy, assert_same_run, one_cycle, toy
 from common import (CpuLossScaling, CpuMixedPrecision, LimitedMemory, RaiseAt, RecordAt, collect_warnings,
     runs_out_above, runs_out_on_attempts, weights_unchanged)
-from small_learners import replaced_methods
+from small_learners import all_params, replaced_methods
 from test_split import fit_with_small_rate, no_shrinking, opts
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out', 'ignore:.*are larger than `accum_bs')
@@ -172,6 +173,51 @@ def test_other_errors_are_raised_and_no_step_is_repeated(event, exc, skip):
     learn,cb = learner(16, n=64),RaiseAt(event, exc, 70, skip=skip)
     with pytest.raises(exc, match='planted'): learn.fit(1, 0.1, cbs=[auto(32),cb])
     assert cb.n_heard==skip+1
+
+# A `Division` of the user
+
+class PairDivision(Division):
+    "Keeps rows `2*i` and `2*i+1` in the same micro-batch"
+    def end_of(self, start, end, max_samples):
+        n_rows = super().end_of(start, end, max_samples)-start
+        return min(end, start+max(2, n_rows//2*2))
+
+class AutoPairs(AutoSize):
+    "Splits batches where memory runs out, between pairs"
+    def divide(self, model, xb, yb, n, warn_once): return PairDivision(n, self.split)
+
+class CentrePairs(nn.Module):
+    "Subtracts from each row the mean of its pair; a row without a partner stays as it is"
+    def forward(self, x):
+        n = len(x)//2*2
+        pairs = x[:n].unflatten(0, (-1,2))
+        return torch.cat([(pairs-pairs.mean(1, keepdim=True)).flatten(0, 1), x[n:]])
+
+def pairs_learner(cap, stage):
+    "Return a Learner whose memory runs out in this stage with more than `cap` samples"
+    memory = LimitedMemory(runs_out_above(cap, stage))
+    return toy(12, n=48, model=lambda: nn.Sequential(nn.Linear(5, 3), CentrePairs(), memory).double(),
+        splitter=all_params)
+
+def pairs_accumulated(): return GradientAccumulation(12, micro_batch_size=AutoPairs())
+def pairs_cached(): return GradientCache(micro_batch_size=AutoPairs())
+
+@pytest.mark.parametrize('acc', [pairs_accumulated,pairs_cached])
+@pytest.mark.parametrize('stage', ['forward','backward'])
+@pytest.mark.filterwarnings('ignore:memory ran out')
+def test_a_division_of_the_user_also_divides_what_runs_again(acc, stage):
+    "Half of a batch of 12 has 6 rows, and half of that would separate a pair, which changes the result"
+    full,limited = pairs_learner(10**9, stage),pairs_learner(3, stage)
+    one_cycle(full, [])
+    one_cycle(limited, [acc()])
+    assert_same_run(full, limited)
+
+@pytest.mark.parametrize('acc', [pairs_accumulated,pairs_cached])
+@pytest.mark.parametrize('stage', ['forward','backward'])
+def test_an_error_is_raised_if_rows_that_stay_together_do_not_fit(acc, stage):
+    learn = pairs_learner(1, stage)
+    with weights_unchanged(learn), pytest.raises(torch.OutOfMemoryError, match='2 samples, which stay together'):
+        learn.fit(1, 0.1, cbs=acc())
 
 # A `split` function of the user
 

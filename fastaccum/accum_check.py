@@ -227,7 +227,8 @@ class _Diagnosis:
         self.whole = None        # `CaptureGrads` of a step on the whole batch; `None` if the step failed
         self.parts = None        # `CaptureGrads` of the step in micro-batches; `None` if the step failed
         self.sizes = []          # samples in each micro-batch
-        self.probe = None        # the `FirstBatchProbe` of the batch
+        # a `FirstBatchProbe`: what running the model and the loss on parts of the batch has shown
+        self.probe = None
         self.tol = 0.            # the largest relative difference that counts as rounding
         # the largest relative difference of a parameter's gradient, between `whole` and `parts`; `None`
         # if unknown
@@ -286,12 +287,13 @@ def _find_causes(self:_Diagnosis):
     self.layers = grad_differences(self.whole.grads, self.parts.grads)
     self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
     freeze,reset = probe.drawing+probe.depending,probe.reset
-    # A recurrent model may keep a hidden state for each sample, which is no cause of a difference if the
-    # callback that splits the batch also splits the state. To find out, compare without resetting it.
+    # A recurrent model may keep a hidden state for each sample. If the callback that splits the batch
+    # also splits this state, the state causes no difference. To test this, compare without resetting
+    # the state.
     may_split_state = probe.remembering and not compare.loader_yields_parts
     if may_split_state and compare.largest_difference(freeze=freeze)<=self.tol:
         reset,probe.remembering = False,[]
-        probe.predictions = 0.
+        probe.predictions_off = 0.
     if self.off>self.tol and (freeze or reset):
         self.frozen_off = self.rest_off = self._difference_without(freeze, reset)
     if self.frozen_off<=self.tol: return
@@ -315,7 +317,7 @@ def _difference_without(self:_Diagnosis, freeze, reset, cbs=()):
 
 # %% ../nbs/02_accum_check.ipynb #rows-model
 @patch
-def _loss(self:_Diagnosis):
+def _loss_row(self:_Diagnosis):
     "Return the table's row for the loss"
     probe,tol = self.probe,self.tol
     if self.setup.loss_gets_whole: return Row('loss', 0., tol)
@@ -327,7 +329,7 @@ def _loss(self:_Diagnosis):
             row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')
     elif probe.rows!=probe.n:
         row = Row('loss', None, tol, f'the model gets {probe.rows} rows for {probe.n} samples')
-    else: row = Row('loss', probe.loss, tol, probe.loss_why)
+    else: row = Row('loss', probe.loss_off, tol, probe.loss_why)
     if row.off is None or row.ok: return row
     n_items = '`n_items=`, a function that counts what the loss is a mean of'
     return row._replace(remedy=f"{n_items}; {self.cache_remedy}; or `reduction='mean'` in each term")
@@ -343,10 +345,10 @@ def _checkpoint_remedy(model):
     except ValueError: return ''
 
 @patch
-def _predictions(self:_Diagnosis):
+def _predictions_row(self:_Diagnosis):
     "Return the table's row for the predictions"
     probe = self.probe
-    row = Row('predictions', probe.predictions, self.tol, probe.why)
+    row = Row('predictions', probe.predictions_off, self.tol, probe.why)
     if row.off is None or row.ok: return row
     gradients_agree = self.off is not None and self.off<=self.tol
     # the gradients agree, so only the predictions' shape differs, which does no harm: some models cut
@@ -366,10 +368,10 @@ def _predictions(self:_Diagnosis):
 
 # %% ../nbs/02_accum_check.ipynb #rows-draws
 @patch
-def _draws(self:_Diagnosis):
+def _draws_row(self:_Diagnosis):
     "Return the table's row for the random numbers that the model draws"
     probe = self.probe
-    row = Row('draws', probe.draws, self.tol, probe.why)
+    row = Row('draws', probe.draws_off, self.tol, probe.why)
     if row.off is None: return row
     tfms = getattr(getattr(self.compare.run.dl, 'after_batch', None), 'fs', ())
     def is_random(o): return any(c.__name__=='RandTransform' for c in type(o).__mro__)
@@ -383,7 +385,7 @@ def _draws(self:_Diagnosis):
 
 # %% ../nbs/02_accum_check.ipynb #rows
 @patch
-def _callbacks(self:_Diagnosis):
+def _callbacks_row(self:_Diagnosis):
     "Return the table's row for the callbacks"
     tol = self.tol
     if self.off is None: return Row('callbacks', None, tol, self.compare.why)
@@ -392,7 +394,7 @@ def _callbacks(self:_Diagnosis):
         remedy = f'{self.split_remedy}, if only batches are changed, as by MixUp; or {self.cache_remedy}'
         return Row('callbacks', self.frozen_off, tol, names, remedy)
     names = [type(o).__name__ for o in self.needed if not type(o).__module__.startswith('fastai.')]
-    has_other_cause = not self.probe.agree or (self.probe.loss or 0.)>tol
+    has_other_cause = not self.probe.agree or (self.probe.loss_off or 0.)>tol
     if names and self.rest_off>tol and not has_other_cause:
         names = ', '.join(names)
         return Row('callbacks', None, tol, f'the step fails without {names}')
@@ -401,7 +403,7 @@ def _callbacks(self:_Diagnosis):
     return Row('callbacks', 0., tol, where)
 
 @patch
-def _loader(self:_Diagnosis):
+def _loader_row(self:_Diagnosis):
     "Return the table's row for the training loader"
     dependence = by_batch_size(self.compare.run.dl) if self.compare.loader_yields_parts else ''
     if not dependence: return Row('loader', 0., 0.)
@@ -409,7 +411,7 @@ def _loader(self:_Diagnosis):
 
 # %% ../nbs/02_accum_check.ipynb #rows-gradients
 @patch
-def _gradients(self:_Diagnosis):
+def _gradients_row(self:_Diagnosis):
     "Return the table's row for the gradients, with the parameters that differ most"
     probe,tol = self.probe,self.tol
     row = Row('gradients', self.off, tol, self.compare.why)
@@ -419,7 +421,7 @@ def _gradients(self:_Diagnosis):
     if self.remaining:
         rest = f'exact ({self.rest_off:.0e})' if self.rest_off<=tol else f'off by {self.rest_off:.1g}'
         where += f'; without the causes above: {rest}'
-    has_cause = not probe.agree or self.cbs or (probe.loss or 0.)>tol
+    has_cause = not probe.agree or self.cbs or (probe.loss_off or 0.)>tol
     if has_cause or self.rest_off<=tol: return row._replace(where=where)
     hooked = hooked_params(self.model)
     if hooked:
@@ -430,7 +432,7 @@ def _gradients(self:_Diagnosis):
 
 # %% ../nbs/02_accum_check.ipynb #rows-all
 @patch
-def _buffers(self:_Diagnosis):
+def _buffers_row(self:_Diagnosis):
     "Return the table's row for the model's buffers"
     off = None
     if self.parts is not None:
@@ -439,7 +441,7 @@ def _buffers(self:_Diagnosis):
     return Row('buffers', off, self.tol, self.compare.why)
 
 @patch
-def _weights(self:_Diagnosis):
+def _weights_row(self:_Diagnosis):
     "Train whole and in micro-batches, and return the table's row for the weights"
     row = Row('weights', None, 100*self.tol, self.compare.why)
     if row.where: return row
@@ -453,9 +455,9 @@ def _weights(self:_Diagnosis):
 @patch
 def _rows(self:_Diagnosis, steps):
     "Return all rows of the table"
-    rows = L(self._loss(), self._predictions(), self._draws(), self._callbacks(), self._loader(),
-        self._gradients(), self._buffers())
-    if steps: rows.append(self._weights())
+    rows = L(self._loss_row(), self._predictions_row(), self._draws_row(), self._callbacks_row(),
+        self._loader_row(), self._gradients_row(), self._buffers_row())
+    if steps: rows.append(self._weights_row())
     # `where` may be an error message of several lines: keep the first, because a row has one line
     return rows.map(lambda o: o._replace(where=o.where.partition('\n')[0]))
 

@@ -131,8 +131,8 @@ def _train(run, size, n):
     # 20 spare batches, because a GradScaler skips the first steps, whose gradients overflow
     run.fit(Batches(run.dl, batches*(n+20), size), [steps])
     if steps.n_batches<n or not steps.n_steps:
-        raise RuntimeError(f"a trial took only {steps.n_steps} of {n} steps in {steps.n_batches} batches of "
-            f"{size} samples. If a callback ends the fit or skips steps, set `run_bs_find = False` in "
+        raise RuntimeError(f"a trial took only {steps.n_steps} of {n} steps in {steps.n_batches} "
+            f"batches of {size} samples. If a callback ends the fit or skips steps, set `run_bs_find = False` in "
             "its class. Otherwise the gradients overflow: search in single precision, or with "
             "`to_bf16()`"
             + more_link('no-step-in-a-trial'))

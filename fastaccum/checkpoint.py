@@ -1,4 +1,4 @@
-"""Train on the whole batch in less memory. Activations are computed twice. On a CPU, the result is bit-identical.
+"""Train on the whole batch in less memory. Activations are computed twice, with the same result.
 
 Docs: https://fastaccum.github.io/fastaccum/checkpoint.html.md"""
 

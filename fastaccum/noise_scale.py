@@ -103,7 +103,7 @@ def describe(scale:float, size:float, unit:str='samples')->str:
     "Describe in a sentence how many steps and how much data a training in steps of `size` needs"
     if np.isnan(scale): return "noise scale: nothing was measured"
     if np.isinf(scale):
-        return (f"noise scale: too large to measure. At {size:,.0f} {unit} per step, the noise hides the "
+        return (f"noise scale: too large to measure. At {size:,.0f} {unit} per step, noise hides the "
             "gradient, so larger steps would waste little. Measure more steps for an estimate")
     # Training to the same loss needs `step_factor` times as many steps as training in very large steps,
     # and `item_factor` times as many items as training in very small steps
@@ -275,7 +275,7 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     "Add a reading of `k` micro-batches with `n` samples, or warn why the step cannot be measured"
     # a gradient has overflowed, or `_note_norm` has marked the step: measure the next step instead
     if not np.isfinite([squares,mean_sq]).all(): return
-    self.steps_until_measured = self.every   # counted down in `after_step`, for this step already
+    self.steps_until_measured = self.every   # `after_step` subtracts 1 per step, also for this step
     if round(n)<mean.samples:
         return self._warn("the loss of a micro-batch needs no gradient, or NoiseScale was added in the "
             "middle of the step")

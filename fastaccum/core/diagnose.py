@@ -172,9 +172,10 @@ class FirstBatchProbe(QuietCallback):
         self.tol = 0.             # the largest relative difference that counts as rounding
         self.rows = n             # rows in the model's inputs: more than `n` if callbacks add rows
         # results of running the model; each difference is relative, and `None` if unknown
-        self.draws = None         # difference of the predictions with two seeds
-        self.predictions = None   # difference of the predictions between parts and whole batch
-        self.why = ''             # why `draws` or `predictions` is unknown
+        self.draws_off = None     # difference of the predictions with two seeds
+        # difference of the predictions between parts and whole batch
+        self.predictions_off = None
+        self.why = ''             # why `draws_off` or `predictions_off` is unknown
         self.drawing = []         # modules that draw random numbers
         self.depending = []       # modules whose outputs depend on the other samples of the batch
         self.remembering = []     # modules whose outputs change if the same batch comes a second time
@@ -184,9 +185,9 @@ class FirstBatchProbe(QuietCallback):
         self.agree = False
         # relative difference of the loss's gradient with respect to the predictions, between the whole
         # batch and parts of unequal sizes; `None` if unknown
-        self.loss = None
-        self.loss_why = ''        # why `loss` is unknown
-        # the difference `loss`, if a fit whose parts have the sizes in `sizes` would hide it because
+        self.loss_off = None
+        self.loss_why = ''        # why `loss_off` is unknown
+        # the difference `loss_off`, if a fit whose parts have the sizes in `sizes` would hide it because
         # only parts of unequal sizes show a difference; 0 if nothing is hidden
         self.hidden_loss = 0.
 
@@ -200,7 +201,7 @@ def before_batch(self:FirstBatchProbe):
     if torch.is_autocast_enabled(kind): dtypes.add(torch.get_autocast_dtype(kind))
     self.tol = max((tolerances.get(o, 0.) for o in dtypes), default=0.)
     if self.loss_only:
-        self.draws = self.predictions = 0.
+        self.draws_off = self.predictions_off = 0.
         self.agree = True
         return
     try: self._probe_model(model, tuple(self.learn.xb))
@@ -216,7 +217,7 @@ def after_pred(self:FirstBatchProbe):
         unequal = _loss_difference(self.learn, self.n, self.counter, part_sizes(self.n))
         in_sizes = _loss_difference(self.learn, self.n, self.counter, self.sizes)
         if in_sizes<=self.tol<unequal: self.hidden_loss = unequal
-        self.loss = unequal
+        self.loss_off = unequal
     except Exception as e: self.loss_why = f'{type(e).__name__}: {e}'
     raise CancelFitException
 
@@ -240,7 +241,7 @@ def _probe_model(self:FirstBatchProbe, model, xb):
         "Find modules whose outputs differ between the whole batch and its parts"
         return find(partial(whole, reset=reset), lambda o: trace(parts, o, reset=reset), frozen=frozen)
 
-    self.draws,_ = find(whole, lambda o: trace([xb], o, seed=1), frozen=self.drawing)
+    self.draws_off,_ = find(whole, lambda o: trace([xb], o, seed=1), frozen=self.drawing)
     once = whole(self.drawing)
     again = trace([xb,xb], self.drawing)
     again.calls = again.calls[1:]
@@ -249,9 +250,9 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     if remembers:
         find(lambda o: once, lambda o: again, frozen=self.remembering)
         self.reset = hasattr(model, 'reset')
-        self.predictions,_ = whole_and_parts([*frozen], False)
+        self.predictions_off,_ = whole_and_parts([*frozen], False)
         if self.reset: _,self.agree = whole_and_parts(frozen, True)
-    else: self.predictions,self.agree = whole_and_parts(frozen, False)
+    else: self.predictions_off,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
     # the predictions still differ, but `find` had no module left to freeze. BatchNorm layers that it has

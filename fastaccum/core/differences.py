@@ -19,8 +19,8 @@ from .distributed import Processes
 from .loader_info import by_batch_size
 from .micro_batches import BatchParts, MicroBatch, remembers
 from .step_loader import Step, StepLoader
-from fastaccum.core.warnings import (AccumulationWarning, BatchNormWarning, LoaderWarning, StateWarning,
-    WarnOnce)
+from .warnings import AccumulationWarning, BatchNormWarning, LoaderWarning
+from .warnings import StateWarning, WarnOnce
 
 # %% ../../nbs/core/11_differences.ipynb #layers
 def batchnorms(model:nn.Module)->list:

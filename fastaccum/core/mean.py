@@ -330,8 +330,8 @@ class KeptLosses:
         "Set the attributes of the loss function to their means over the step"
         for name,(total,count) in self.sums.items():
             mean = total/count
-            # `note` skips a value with this mark: if the loss function is not called for the next
-            # micro-batch, its attribute still is this mean, and not the loss of that micro-batch
+            # If the loss function is not called for the next micro-batch, the attribute still holds this
+            # mean. The mark lets `note` skip it, so that the mean is not counted as a loss.
             mean.is_step_mean = True
             setattr(learn.loss_func, name, mean)
 

@@ -238,8 +238,8 @@ class MicroBatchLimit:
         run()   # raises the error if memory runs out: only limits that shrink try again
         return True
 
-    def report(self, training:bool): "Warn if memory has run out since the last report"
-    def forget_failure(self): "Forget a failure that was not reported, because the fit was interrupted"
+    def report(self, training:bool): "Do nothing; `AutoSize` warns if memory has run out"
+    def forget_failure(self): "Do nothing; `AutoSize` forgets a failure that it has not reported"
 
 # %% ../../nbs/core/12_micro_batches.ipynb #auto-divides
 class FixedSize(MicroBatchLimit):
@@ -401,9 +401,9 @@ class Retries:
         learn = self.learn
         state = ForwardState(learn.model.modules())
         for failed in self.unfinished:
-            # The gradients in `failed.grads` already contain this micro-batch, since its backward pass
-            # failed later. To count it only once, let it run with empty gradients, which `_succeeded`
-            # then replaces by `failed.grads`.
+            # The failed backward pass had already added this micro-batch to the gradients in
+            # `failed.grads`. To count it only once, run it with empty gradients, which `_succeeded` then
+            # replaces by `failed.grads`.
             for p,_ in failed.grads: p.grad = None
         undo_backward = UndoBackward(params_of(learn.opt) if self.training else [], first)
         def undo():

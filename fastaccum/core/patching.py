@@ -30,8 +30,8 @@ class Patch:
         self.name = name    # the name of the method
         self.f = f          # the function that replaces the method
         self.original = None   # the method before `apply`, which `f` may call
-        # what `vars(o)` had under `name` before `apply`; `None` if the method comes from the class of `o`:
-        # then `undo` only deletes `f`
+        # the value of `vars(o)[name]` before `apply`, or `None` if the method comes from the class of
+        # `o`: `undo` then only deletes `f`
         self.own_attr = None
 
     def apply(self):

@@ -25,7 +25,7 @@ class Position(NamedTuple):
     "Where in training a step begins"
     epoch:int # The epoch, counted from 0
     step:int # The number of steps taken before this one, in all epochs
-    pct:float # Training progress in samples: 0 at the start of the first epoch, 1 at the end of the last
+    pct:float # Share of the fit's samples in earlier steps: 0 at the start of training, 1 at its end
 
 class LoaderSizes(NamedTuple):
     "The sizes of the training loader of one process"

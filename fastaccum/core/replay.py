@@ -64,8 +64,8 @@ def _join_outputs(xs, ns, has_rows):
 class ReplayedForward:
     """Runs one call of `model` in micro-batches, and runs them again in the backward pass
 
-    `cb`: the `GradientCache`, with the limit of micro-batches. `model_forward`: the model's own `forward`.
-    `args`: the inputs of `n` samples.
+    `cb`: the `GradientCache`, with the limit of micro-batches. `model_forward`: the model's own
+    `forward`. `args`: the inputs of `n` samples.
 
     TypeError: inputs or outputs cannot be split
     """
@@ -228,6 +228,8 @@ def _with_node(self:ReplayedForward, res, flat):
     self.first_outs = flat[0] if len(flat)>1 and not self.cb.checked else None
     self.versions = [(o,o._version) for o in (*self.tensors,*self.model.parameters())]
     params = [*self.model.parameters(),*(o for _,o in self.inputs.values())]
+    # Gradients in single precision may add up in `p.grad`, unless a failed micro-batch must be undone or
+    # DDP exchanges the sums
     only_half = not self.cb.limit.shrinks and not self.exchanges
     self.sums = GradSums(in_half(params) if only_half else params)
     at = [i for i,x in enumerate(res) if isinstance(x, torch.Tensor)]
@@ -268,7 +270,7 @@ def backward(self:ReplayedForward, grads:Iterator)->list:
             "backward pass, in which `GradientCache` runs the model again: change a copy of the batch, "
             "and change parameters after the backward pass" + more_link('changed-in-place'))
     grads = [next(grads) if isinstance(x, torch.Tensor) else None for x in self.last_outs]
-    self.sums.add()
+    self.sums.add()   # set aside the gradients of earlier batches of the step
     self._replay_all(grads)
     for m in self.exchanges: self._exchange(m)
     for p,g in self.sums.sums.items(): p.grad = g.to(p.dtype)

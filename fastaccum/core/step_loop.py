@@ -57,7 +57,7 @@ class StepLoop:
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
         self.events = None                       # sends events to callbacks
-        self.comms = []                          # why each micro-batch communicates, or empty
+        self.comms = []                          # why processes communicate in each micro-batch
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
         self.grad_sums = GradSums([])            # gradient sums of half-precision and compiled models
         self.n_batches = 0                       # batches of the loader that have run
@@ -225,7 +225,7 @@ def forward_backward(self:StepLoop):
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
         learn.loss = learn.loss_grad.clone()
         self.micro.loss_grad_fn = learn.loss_grad.grad_fn
-    for cb in self.events.listeners('after_loss'): self._may_change_loss(cb, 'after_loss')
+    for cb in self.events.listeners('after_loss'): self._send_noting_change(cb, 'after_loss')
     if not learn.training or not len(learn.yb): return   # callbacks may have changed `yb`
     try:
         self._before_backward()
@@ -236,7 +236,7 @@ def forward_backward(self:StepLoop):
         if cb is not self.acc: cb('after_backward')
 
 @patch
-def _may_change_loss(self:StepLoop, cb, event)->bool:
+def _send_noting_change(self:StepLoop, cb, event)->bool:
     "Send `event` to the callback `cb`; note and return whether `cb` changes the back-propagated loss"
     def grad_fn(): return getattr(vars(self.learn).get('loss_grad'), 'grad_fn', None)
     before = grad_fn()
@@ -250,17 +250,17 @@ def _before_backward(self:StepLoop):
     "Let callbacks add penalties, multiply the loss by its share, and let mixed precision scale the loss"
     cbs = [cb for cb in self.events.listeners('before_backward') if cb is not self.acc]
     n_before = next((i for i,cb in enumerate(cbs) if isinstance(cb, MixedPrecision)), len(cbs))
-    for cb in cbs[:n_before]: self._may_change_loss(cb, 'before_backward')
+    for cb in cbs[:n_before]: self._send_noting_change(cb, 'before_backward')
     self.acc.before_backward()   # calls `share_loss`
     for cb in cbs[n_before:]:
-        if isinstance(cb, MixedPrecision): self._may_change_loss(cb, 'before_backward')
+        if isinstance(cb, MixedPrecision): self._send_noting_change(cb, 'before_backward')
         else: self._share_late_penalty(cb)
 
 @patch
 def _share_late_penalty(self:StepLoop, cb):
     "Call a callback that runs after mixed precision; multiply its term by the micro-batch's share"
     learn,before = self.learn,self.learn.loss_grad.clone()
-    is_changed = self._may_change_loss(cb, 'before_backward')
+    is_changed = self._send_noting_change(cb, 'before_backward')
     # if there are `grad_sums`, they multiply the gradients of a mean loss by the share, so that the loss
     # itself must not be multiplied
     weighs_loss = self.mean.is_sum or not self.grad_sums

@@ -115,7 +115,7 @@ class Ordered:
 # %% ../nbs/13_testing.ipynb #small
 def toy(
     bs:int, # Samples in a batch
-    whole:int=1, # Leave out fewer than `whole` samples, so that an epoch has a multiple of `whole`
+    whole:int=1, # Rounds the samples of an epoch down to a multiple of `whole`
     n:int=70, # Samples in the dataset
     tokens:bool=False, # Whether to make sequences of tokens, as in `toy_data`
     shuffle:bool=False, # Whether to shuffle, in an order that is the same for any batch size

@@ -157,7 +157,7 @@ class Compare:
         self.most = micro or min(loader_bs or self.n, self.n)   # the most samples in a part
         # lists of part sizes, in the order in which `whole_and_parts` tries them until a fit succeeds
         self.to_try = _sizes_to_try(self.n, self.most, micro is not None)
-        self.sizes = self.to_try[0]   # the list of `to_try` in use: samples in each part
+        self.sizes = self.to_try[0]   # the samples in each part: the element of `to_try` in use
         self.why = ''                 # why the whole batch and its parts cannot be compared, in words
 
     def fit(self, in_parts:bool, wholes:list, cbs:list, sizes:list|None=None, **kwargs:object)->object:

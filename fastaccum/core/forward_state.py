@@ -134,7 +134,7 @@ class ForwardState:
     def __init__(self, modules:Iterable, devices:Iterable|None=None, given:Iterable=(), copy:bool=True):
         self.modules = list(modules)   # the modules that run in the forward pass
         self.given = list(given)       # objects besides modules that the forward pass may change
-        # the devices, except the CPU, whose random numbers and autocast are noted
+        # devices besides the CPU: the random state and the autocast of the CPU are always noted
         self.devices = devices_of(self.modules) if devices is None else devices
         self.rng = rng_state(self.devices)             # pairs: (function that sets a state, state)
         self.autocast = autocast_state(self.devices)   # for `set_autocast_state`, which restores it

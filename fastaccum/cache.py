@@ -34,7 +34,7 @@ class GradientCache(PatchingCallback):
         in parts
     RuntimeError: the second forward pass of a micro-batch cannot repeat the first
     torch.OutOfMemoryError: a single sample does not fit in memory
-    UserWarning: during the fit, when something makes the run differ from the full-batch run
+    AccumulationWarning: during the fit, when something makes the run differ from the full-batch run
     """
     # after callbacks whose `before_batch` changes the batch, or calls the model on the batch: such a
     # call would be taken for the Learner's own call

@@ -19,7 +19,9 @@ warn_once = WarnOnce()   # shared by all fits, so that a process gives the warni
 def before_fit(self:FastaiGradientAccumulation):
     "Warn once that this is fastai's class, then run fastai's own `before_fit`"
     is_validation = self.learn.lock.locked()
-    if type(self) is FastaiGradientAccumulation and not is_validation:
+    # with fastaccum's callback on the Learner as well, its error about two callbacks says which one to keep
+    is_alone = all(cb is self or cb.name!=self.name for cb in self.learn.cbs)
+    if type(self) is FastaiGradientAccumulation and is_alone and not is_validation:
         warn_once('import-order', "this fit uses fastai's `GradientAccumulation`, not fastaccum's. They "
             "share a name, and the last import wins (did a tool sort the imports?). "
             "Import fastaccum after fastai, or write `import fastaccum` and "

@@ -132,8 +132,8 @@ def _train(run, size, n):
     run.fit(Batches(run.dl, batches*(n+20), size), [steps])
     if steps.n_batches<n or not steps.n_steps:
         raise RuntimeError(f"a trial took only {steps.n_steps} of {n} steps in {steps.n_batches} "
-            f"batches of {size} samples. If a callback ends the fit or skips steps, set `run_bs_find = False` in "
-            "its class. Otherwise the gradients overflow: search in single precision, or with "
+            f"batches of {size} samples. If a callback ends the fit or skips steps, set `run_bs_find = "
+            "False` in its class. Otherwise the gradients overflow: search in single precision, or with "
             "`to_bf16()`"
             + more_link('no-step-in-a-trial'))
     return size*(steps.n_batches-1)/max(steps.secs, 1e-9)

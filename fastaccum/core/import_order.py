@@ -19,7 +19,7 @@ warn_once = WarnOnce()   # shared by all fits, so that a process gives the warni
 def before_fit(self:FastaiGradientAccumulation):
     "Warn once that this is fastai's class, then run fastai's own `before_fit`"
     is_validation = self.learn.lock.locked()
-    # with fastaccum's callback on the Learner as well, its error about two callbacks says which one to keep
+    # if fastaccum's callback is on the Learner as well, its error about two callbacks says what to do
     is_alone = all(cb is self or cb.name!=self.name for cb in self.learn.cbs)
     if type(self) is FastaiGradientAccumulation and is_alone and not is_validation:
         warn_once('import-order', "this fit uses fastai's `GradientAccumulation`, not fastaccum's. They "

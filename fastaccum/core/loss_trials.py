@@ -185,9 +185,9 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     parts = leaves((*learn.yb,*learn.xb))
     def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
     labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
-    # If the micro-batch is a single sample that is kept for a comparison with the next one,
-    # `_batch_to_test` counts no trial. Reading its labels synchronises the GPU, as a trial does, so count
-    # a trial here.
+    # `_batch_to_test` counts no trial for a micro-batch with a single sample, which it keeps for a
+    # comparison with the next one. Reading the sample's labels synchronises the GPU, as a trial does, so
+    # count a trial here.
     if labels and self.waiting is not None: self.n_left -= 1
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()

@@ -396,8 +396,9 @@ def code_as_markdown(cell):
     outputs = [readme.output(o, alt, image, without_directives) for o in cell['outputs']]
     tags = cell['metadata'].get('tags', [])
     makes_table = any('text/markdown' in o.get('data', {}) for o in cell['outputs'])
-    shows_code = cell['source'] and 'remove-input' not in tags and not ('hide-input' in tags and makes_table)
-    return [readme.fence(''.join(cell['source']), 'python'), *outputs] if shows_code else outputs
+    makes_folded_table = 'hide-input' in tags and makes_table
+    if not cell['source'] or 'remove-input' in tags or makes_folded_table: return outputs
+    return [readme.fence(''.join(cell['source']), 'python'), *outputs]
 
 def as_markdown(file):
     "Return a page that was written for Sphinx as Markdown"

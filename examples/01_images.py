@@ -1,4 +1,4 @@
-"""Fine-tune a `vision_learner` with an effective batch size of 256 in the memory of 32."""
+"""Fine-tune a `vision_learner` with an effective batch size of 256, 32 images at a time."""
 from tempfile import TemporaryDirectory
 from fastai.vision.all import *
 from fastaccum import GradientAccumulation  # isort: skip

@@ -31,7 +31,7 @@ from .warnings import AccumulationWarning
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot
 # a `Snapshot` does not note the attributes of objects whose class is from one of these packages
 _not_visited = sys.stdlib_module_names|{'torch','numpy','pandas','matplotlib','PIL'}
-# exceptions: classes from these packages whose objects have their attributes noted nevertheless
+# exceptions: classes from these packages for whose objects a `Snapshot` does note the attributes
 _visited = (nn.Module,optim.Optimizer,optim.lr_scheduler.LRScheduler,GradScaler,SimpleNamespace)
 # a `Snapshot` leaves out objects of these classes: Python modules, and objects that cannot change
 _constants = str,bytes,int,float,type(None),type,ModuleType

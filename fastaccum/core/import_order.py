@@ -20,8 +20,9 @@ def before_fit(self:FastaiGradientAccumulation):
     "Warn once that this is fastai's class, then run fastai's own `before_fit`"
     is_validation = self.learn.lock.locked()
     # if fastaccum's callback is on the Learner as well, its error about two callbacks says what to do
-    is_alone = all(cb is self or cb.name!=self.name for cb in self.learn.cbs)
-    if type(self) is FastaiGradientAccumulation and is_alone and not is_validation:
+    others = [cb for cb in self.learn.cbs if not isinstance(cb, FastaiGradientAccumulation)]
+    has_ours = any(cb.name==self.name for cb in others)
+    if type(self) is FastaiGradientAccumulation and not has_ours and not is_validation:
         warn_once('import-order', "this fit uses fastai's `GradientAccumulation`, not fastaccum's. They "
             "share a name, and the last import wins (did a tool sort the imports?). "
             "Import fastaccum after fastai, or write `import fastaccum` and "

@@ -297,9 +297,9 @@ def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
     self.unreported = self.unreported or (n,reason)
     limit = self.max_samples(training)
     # a `Division` that keeps rows together may have made a micro-batch larger than the limit
-    is_smallest = n==1 or limit is not None and n>limit
-    if is_smallest:
-        smallest = f'{n} samples, which stay together' if n>1 else 'a single sample'
+    is_above_limit = limit is not None and n>limit
+    if n==1 or is_above_limit:
+        smallest = f'{n} samples that are kept together' if n>1 else 'a single sample'
         raise torch.OutOfMemoryError(f"memory ran out with {smallest} ({self.unreported[1]}), so "
             "smaller micro-batches do not help. Use `learn.to_fp16()`, `ActivationCheckpoint()`, "
             "smaller inputs or a smaller model" + more_link('out-of-memory'))

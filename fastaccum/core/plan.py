@@ -351,7 +351,8 @@ def _warn_left_out(self:Plan):
     in_dropped_steps = [o-self.dropped for o in left_out]
     is_few = sum(in_dropped_steps)*10<self.n_all*len(left_out)
     if not any(in_dropped_steps) or is_few: return
-    number,n_back = (_range(min(o), max(o)) for o in (left_out,in_dropped_steps))
+    number = _range(min(left_out), max(left_out))
+    n_back = _range(min(in_dropped_steps), max(in_dropped_steps))
     which = f'{n_back} of them' if self.dropped else 'them'
     warn(f"{number} of {self.n_all} samples are left out of each epoch: the training loader drops its "
         f"incomplete last batch, so the incomplete last step is dropped as well. To train on {which}, "

@@ -228,8 +228,9 @@ def _with_node(self:ReplayedForward, res, flat):
     self.first_outs = flat[0] if len(flat)>1 and not self.cb.checked else None
     self.versions = [(o,o._version) for o in (*self.tensors,*self.model.parameters())]
     params = [*self.model.parameters(),*(o for _,o in self.inputs.values())]
-    # autograd can add up gradients in single precision in `p.grad`, so `GradSums` needs only those in
-    # half precision. It needs all if a failed micro-batch may have to be undone, or DDP exchanges sums.
+    # autograd can add up gradients in single precision in `p.grad`, so `GradSums` sums only those in
+    # half precision. It sums all gradients if a failed micro-batch may have to be undone, or if DDP
+    # exchanges the sums.
     only_half = not self.cb.limit.shrinks and not self.exchanges
     self.sums = GradSums(in_half(params) if only_half else params)
     at = [i for i,x in enumerate(res) if isinstance(x, torch.Tensor)]

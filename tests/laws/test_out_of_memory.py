@@ -216,7 +216,7 @@ def test_a_division_of_the_user_also_divides_what_runs_again(acc, stage):
 @pytest.mark.parametrize('stage', ['forward','backward'])
 def test_an_error_is_raised_if_rows_that_stay_together_do_not_fit(acc, stage):
     learn = pairs_learner(1, stage)
-    with weights_unchanged(learn), pytest.raises(torch.OutOfMemoryError, match='2 samples, which stay together'):
+    with weights_unchanged(learn), pytest.raises(torch.OutOfMemoryError, match='2 samples that are kept together'):
         learn.fit(1, 0.1, cbs=acc())
 
 # A `split` function of the user

@@ -35,7 +35,7 @@ from .core.warnings import more_link
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    accum_bs:int|None=None, # Samples to compare; default: the size of a step, or the loader's batch size
+    accum_bs:int|None=None, # Samples to compare; default: a step of the fit, or a batch of the loader
     steps:int=0, # Steps to train, whole and in parts, to compare weights; 0: compare only gradients
     cbs:Callback|list|None=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displays itself as a table
@@ -110,7 +110,7 @@ class _Setup:
         _check_cbs(learn, acc, self.cache)
         self.cbs = [o for o in (acc,self.cache,self.checkpoint) if o is not None]
         self.plan = plan = acc and acc.plan(learn.dls)   # the `Plan` that `acc` makes for a fit
-        self.n_items = acc and acc.n_items               # `n_items=` of `acc`
+        self.n_items = acc and acc.n_items               # the user's function that counts a loss's items
         limit = acc and acc.limit
         self.split = limit.split if limit else split     # `f(batch, start, stop, n)` selects samples
         # True if each batch of the loader is a step, and `acc` splits the batch into micro-batches
@@ -169,7 +169,7 @@ class AccumCheck:
     rows:list[Row] # Rows of the table, one for each possible cause of a difference
     sizes:list[int] # Samples in each micro-batch
     layers:dict # Name of a parameter -> the relative difference of its gradients
-    remaining:dict # As `layers`, without the modules and callbacks at fault; empty if none were found
+    remaining:dict # As `layers`, measured without the modules and callbacks at fault; empty if none were
     too_many:int|None=None # Samples in a step of the fit, if a step does not fit in memory; else `None`
 
     @property
@@ -222,7 +222,8 @@ class _Diagnosis:
     def __init__(self, compare, setup, no_cbs):
         self.compare,self.setup = compare,setup
         self.model = compare.run.learn.model
-        # True if `accum_check` got no `cbs=`: callbacks that are passed only to `fit` are not checked
+        # True if `accum_check` got no `cbs=`: then it has not seen callbacks that the user passes to
+        # `fit`
         self.no_cbs = no_cbs
         self.whole = None        # `CaptureGrads` of a step on the whole batch; `None` if the step failed
         self.parts = None        # `CaptureGrads` of the step in micro-batches; `None` if the step failed
@@ -241,10 +242,10 @@ class _Diagnosis:
         self.needed = []         # callbacks that cannot be left out, because the step fails without them
         # name of a parameter -> the relative difference of its gradient; the largest of them is `off`
         self.layers = {}
-        # like `layers`, with the modules frozen and the callbacks left out; the largest is `rest_off`.
-        # Empty if no module was frozen and no callback left out
+        # Like `layers`, but measured with the modules at fault frozen and the callbacks in `self.cbs`
+        # left out. The largest is `rest_off`. Empty if there are no such modules and callbacks.
         self.remaining = {}
-        self.rows = []           # rows of the table
+        self.rows = []           # a `Row` for each row of the table that `AccumCheck` displays
         size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'
         self.cache_remedy = f"`GradientCache({size})`, in {loaders}"
         self.split_remedy = f'{loaders}, and `{size}`'
@@ -322,8 +323,8 @@ def _loss_row(self:_Diagnosis):
     probe,tol = self.probe,self.tol
     if self.setup.loss_gets_whole: return Row('loss', 0., tol)
     if self.rest_off is not None and self.rest_off<=tol:
-        # the gradients agree, so the loss is exact in micro-batches of `self.sizes`. But if
-        # `hidden_loss` is not 0, the loss is not exact in micro-batches of unequal sizes
+        # The gradients agree, so micro-batches of `self.sizes` give the full batch's loss. But if
+        # `hidden_loss` is not 0, micro-batches of unequal sizes would give another loss.
         row = Row('loss', self.rest_off, tol)
         if probe.hidden_loss:
             row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')

@@ -34,7 +34,7 @@ def accum_find(self:Learner,
     lr:float|slice|None=None, # Learning rate of the measured steps; defaults to `learn.lr`
     cbs:Callback|list|None=None, # More callbacks for the measured steps, as in `fit`
     show_plot:bool=True # Whether to plot the noise scale over the measured steps
-)->'FoundAccum': # `int(…)` converts it to the suggested step size: samples, in whole micro-batches
+)->'FoundAccum': # `int(…)` converts it to the suggested samples per step, in whole micro-batches
     """Measure the gradient's noise in some steps, restore the Learner, and suggest the size of a step
 
     A noise scale of `B` samples means that the noise in the mean gradient of `B` samples is as large as
@@ -98,7 +98,8 @@ def _measure(learn, acc, size, bs, n_steps, lr):
     n_batches = ceil((n_steps+20)*size/bs)
     settings = {}
     if acc is not None:
-        # a copy of the limit, because memory may run out here, where batches have another size
+        # Use a copy of the limit. The batches here have another size than in a fit, so if memory runs
+        # out, the limit of the fit must not shrink.
         limit = None if acc.limit is None else acc.limit.capped(acc.micro_batch_size)
         settings = dict(n_items=acc.n_items, micro_batch_size=limit)
     noise = NoiseScale(1)
@@ -124,14 +125,16 @@ class FoundAccum:
     """
     def __init__(self, readings:list, micro_bs:int, n:int):
         n_samples = sum(o.samples for o in readings)
-        # items are what the loss is a mean of, samples or targets, and the unit of `o.scale`
+        # `o.scale` is a number of items: the samples or targets that the loss is a mean of. The quotient
+        # converts it to samples.
         items_per_sample = sum(o.size for o in readings)/n_samples
         self.readings = readings
         self.scales = [o.scale/items_per_sample for o in readings]
         self.scale = self.scales[-1]
         noise_hides_gradient = not np.isfinite(self.scale)
         best = readings[0].samples if noise_hides_gradient else self.scale
-        largest = max(1, n//micro_bs)*micro_bs   # an epoch without its incomplete last micro-batch
+        # a step has at most the samples of an epoch, without its incomplete last micro-batch
+        largest = max(1, n//micro_bs)*micro_bs
         self.capped = best>largest
         self.accum_bs = largest if self.capped else max(1, round(best/micro_bs))*micro_bs
 

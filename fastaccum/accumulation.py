@@ -50,7 +50,8 @@ class GradientAccumulation(QuietCallback):
     AccumulationWarning: in a fit, when the run differs or may differ from the full-batch run; once per
         fit for each cause
     """
-    # after `DistributedTrainer` (11), which wraps the loader: a step joins the wrapped loader's batches
+    # After `DistributedTrainer` (order 11): it replaces the loader by a `DistributedDL`, and the steps
+    # are made from the batches of that loader.
     order = GradientClip.order+1
     run_valid = False
     loop = None         # the `StepLoop`, which holds the state of the running or the last fit
@@ -62,8 +63,8 @@ class GradientAccumulation(QuietCallback):
         # Samples per step over all processes, rounded up to whole micro-batches; 32 if no size is given
         accum_bs:int|None=None,
         log_accum_batch:bool=True, # Log each step (True), or each micro-batch as fastai does (False)
-        # Maximum samples per training micro-batch; 'auto' means as many as fit in memory; or an
-        # `AutoSize` or a `TokenBudget`
+        # Maximum samples per training micro-batch; 'auto': as many as fit in memory; or an `AutoSize` or
+        # a `TokenBudget`. None: the loader's batches are not split
         micro_batch_size:int|str|MicroBatchLimit|None=None,
         # Drop the incomplete last step of an epoch (True), keep it (False), or do as the training loader
         # does with its last batch (None)
@@ -275,7 +276,7 @@ def wanted_sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int)->int|Call
 def plan(self:GradientAccumulation,
     dls:DataLoaders|Learner, # The data to train on, a Learner that has it, or a training loader
     n_epoch:int=1 # Epochs
-# A Plan: `sizes` lists the samples of each step, for each epoch; `steps` lists the steps of each epoch
+# A Plan: `sizes[i]` lists the samples in each step of epoch `i`; `steps[i]` is the number of these steps
 )->Plan:
     """Return the steps that a fit in this process alone would take, without training
 
@@ -316,7 +317,8 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     loaders = [LoaderSizes(*o) for o in each]
     check_loaders(loaders, comms)
     wanted = self.wanted_sizes(sum(o.micro_bs for o in loaders), n_epoch)
-    # with a schedule, all steps of `lr_find` have the size of the first step
+    # `lr_find` compares learning rates at one size of step: with a schedule, at the size of the first
+    # step
     if n_finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))
     split_words = self.limit.words if self.limit else ''
     return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None, split_words)

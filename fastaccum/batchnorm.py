@@ -33,7 +33,7 @@ from .core.distributed import check_not_sharded, world_size
 def recalibrate_bn(self:Learner,
     # Samples in a batch; default: `accum_bs` (64 if there is none), but at least the loader's batch size
     bs:int|None=None,
-    n:int|None=None # The most samples to read; defaults to 10,000, and at least one batch is read
+    n:int|None=None # Maximum samples to read; default: 10,000. The first batch is always read
 ):
     """Estimate BatchNorm's running statistics again, as a mean over training batches of `bs` samples
 
@@ -144,7 +144,7 @@ def before_train(self:FreezeBN):
 
 @patch
 def before_batch(self:FreezeBN):
-    # a call of `model.train()` between two batches puts the layers in training mode again
+    # repeat this in each batch, because other code may have called `model.train()` since the last one
     for m in self.frozen: m.training = False
 
 @patch

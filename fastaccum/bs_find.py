@@ -27,8 +27,8 @@ from .core.distributed import check_not_sharded, check_same, gather, world_size
 # %% ../nbs/06_bs_find.ipynb #bs-find
 @patch
 def bs_find(self:Learner,
-    mode:str='power', # 'power': double the size while it fits; 'binsearch': then find the exact size
-    steps_per_trial:int=3, # Optimizer steps with each size that is tried; at least 2 are taken
+    mode:str='power', # 'power': double the size while it fits; 'binsearch': double, then search between
+    steps_per_trial:int=3, # Optimizer steps with each size; at least 2, because the first is not timed
     init_val:int=2, # Samples in the batch that is tried first
     max_trials:int=25, # Try at most this many sizes
     apply:bool=False, # Whether to set the batch size of the DataLoaders to the size that was found
@@ -149,7 +149,7 @@ def _try(run, size, n, is_last_resort):
         trial.speed = _train(run, size, n)
         trial.ok = True
     except Exception as e:
-        # keep only the error's message: its traceback would keep the batch in memory
+        # of an out-of-memory error, keep only the message: the traceback would keep the batch in memory
         trial.error = f'{type(e).__name__}: {e}'
         if not (is_out_of_memory(e) or is_last_resort): error = e
     if world_size()>1: error = _compare_processes(trial, error, run.device)

@@ -56,8 +56,8 @@ class ActivationCheckpoint(PatchingCallback):
         if self.learn is None: return Segments()
         return find_segments(unwrapped(self.learn.model), self.given)
 
-    # `learn.export()` in the middle of a fit saves the model with its original `forward` methods, so the
-    # saved callback has no patches to undo
+    # If `learn.export()` is called in a fit, the pickled model has its original `forward` methods, so
+    # the pickled callback has no patches to undo
     def __getstate__(self): return vars(self)|dict(patches=())
 
 # %% ../nbs/04_checkpoint.ipynb #check
@@ -151,8 +151,8 @@ class _Recomputed:
         tensors = inputs.tensors+params
         if not any(o.requires_grad for o in tensors): return self.compute(*args, **kwargs)
         self.segment.kept = sum(o.nbytes for o in inputs.tensors)
-        # the counts of in-place changes, for `_check_unchanged`: after a change, the segment cannot be
-        # computed again. A tensor and its copy without graph share their count
+        # `_version` counts changes in place: after one, `_check_unchanged` refuses to compute the segment
+        # again. The kept tensors are detached, but share their counts with the originals.
         versions = [(o,o._version) for o in tensors]
         # add the devices of inputs to the devices of parameters: dropout has no parameters, and draws
         # random numbers on the device of its input

@@ -168,8 +168,8 @@ def before_fit(self:NoiseScale):
     self.n_steps = 0       # steps of this fit so far
     self.steps_until_measured = 0    # 0: the running step is measured
     self.samples_since_reading = 0   # before the first reading: samples since the fit began
-    # fastai would warn of `recorder.noise_scale = []`, because this callback is `learn.noise_scale`:
-    # write into `vars(recorder)` instead
+    # Set the attribute in `vars`. For `recorder.noise_scale = []`, fastai would warn that the attribute
+    # hides `learn.noise_scale`, which is this callback.
     if hasattr(learn, 'recorder'): vars(learn.recorder)['noise_scale'] = []
 
 @patch
@@ -281,7 +281,7 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
             "middle of the step")
     if k==1:
         return self._warn("the step has one micro-batch, so nothing can be compared. Raise `accum_bs`")
-    if k==0: return   # the loss ignores all targets of the step
+    if k==0: return   # no micro-batch was measured, because the loss ignores all targets of the step
     # if the loss is a sum over items, `mean_sq` is the squared norm of the sum of the items' gradients:
     # divide to get the squared norm of the mean of these gradients
     if mean.is_sum: mean_sq /= size**2

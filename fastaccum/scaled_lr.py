@@ -64,7 +64,7 @@ class ScaledLR(PatchingCallback):
 # %% ../nbs/08_scaled_lr.ipynb #step
 class _Scaled(NamedTuple):
     "A hyper-parameter that is scaled for one step"
-    name:str # Name of the hyper-parameter
+    name:str # Name of the hyper-parameter in the optimizer, such as 'lr'
     unscaled:list # Values before scaling, one for each parameter group
     scaled:list # Values after scaling, one for each parameter group
 

@@ -172,7 +172,7 @@ class GradientAccumulationSchedule(_Scheduled):
         final_accum_bs:int, # Samples per optimizer step after `finish`
         start:int|float=0, # Start of the change: epoch (int) or fraction of training
         finish:int|float=0.3, # End of the change: epoch (int) or fraction of training
-        schedule:Callable=SchedCos, # A fastai annealer, or a function of progress (0 to 1)
+        schedule:Callable=SchedCos, # A fastai annealer, or `f(pct)`: samples per step at `pct` (0 to 1)
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
@@ -187,8 +187,8 @@ class GradientAccumulationSchedule(_Scheduled):
         self.finish = check_moment('finish', finish)
         self.schedule = schedule
         same_unit = isinstance(start, Integral)==isinstance(finish, Integral)
-        # refuse a `start` after `finish`: here if both are epochs or both are fractions, otherwise in
-        # `wanted_sizes`, which knows the number of epochs of the fit
+        # `fractions` raises an error if `start` is after `finish`. An epoch and a fraction can only be
+        # compared in `wanted_sizes`, which knows how many epochs the fit has.
         if same_unit: fractions(start, finish, 1)
         f = as_annealer(schedule, self.start_accum_bs, self.final_accum_bs)
         for i in range(101): check_value(f, i/100)

@@ -103,7 +103,7 @@ class Ordered:
     "When called, returns an epoch's order of samples: the same for any batch size, new in each epoch"
     def __init__(self, n:int, keep:int, shuffle:bool, seed:int):
         self.n = n               # samples in the dataset
-        self.keep = keep         # samples in an epoch
+        self.keep = keep         # samples in an epoch, which leaves out the other samples of the dataset
         self.shuffle = shuffle   # whether the order is random
         self.rng = Random(seed)  # goes on from epoch to epoch, so that each epoch has another order
 

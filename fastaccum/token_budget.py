@@ -79,8 +79,10 @@ class TokenDivision(Division):
         self.mask = (columns>=first[:,None]) & (columns<stop[:,None])
         tensors = [o for o in leaves(b) if has_rows(o, n) and o.ndim==2 and self.has_columns(o)]
         padding_on_left = (stop==self.width).all() & (first>0).any()
-        # Labels of the next token have one column less than the tokens. `trim` cuts off columns on the
-        # side of the padding, so the mask of these labels lacks a column on the other side
+        # Labels that were shifted to the next token have one column fewer than the tokens. `trim` cuts
+        # off columns on the side of the padding, so both are aligned at that side. The labels' mask
+        # lacks a column at the other side: the last one if the padding is on the left, otherwise the
+        # first.
         mask_of_next_labels = torch.where(padding_on_left, self.mask[:,:-1], self.mask[:,1:])
         is_constant = []
         for o in tensors:

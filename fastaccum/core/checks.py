@@ -236,7 +236,7 @@ def check_learner(learn:Learner):
 # %% ../../nbs/core/07_checks.ipynb #hooked
 def _is_user_hook(hook):
     "Whether a hook belongs to the user, and not to fastaccum or W&B"
-    function = getattr(hook, 'func', hook)   # `NoiseScale` hooks a `partial`: get the function inside
+    function = getattr(hook, 'func', hook)   # the hook of `NoiseScale` is a `partial`: get its function
     module = getattr(function, '__module__', None) or ''
     return not module.startswith(('fastaccum.','wandb.'))
 

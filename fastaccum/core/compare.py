@@ -30,8 +30,9 @@ def part_sizes(n:int, most:int|None=None)->list[int]:
         second = n//2-1 if n>5 and n%2==0 else n//2
         return [n-second,second] if second else [n]
     n_full,rest = divmod(n, most)
-    # a rest of 0 would make all parts equal, and a rest of 1 would be a part of a single sample. So
-    # divide the rest and the last full part into two or three unequal parts
+    # Without a rest, all parts are equal, which hides some differences. A part of a single sample may
+    # fail in BatchNorm. In both cases, divide the rest and the last full part into two or three unequal
+    # parts.
     if rest<2 and most>2:
         n_full,rest = n_full-1,most+rest
         return [most]*n_full+part_sizes(rest)
@@ -139,11 +140,11 @@ class Compare:
     "Runs the Learner's fit on a whole batch and on parts of the batch, and compares the gradients"
     def __init__(self,
         run:DryRun, # Runs fits of the Learner
-        make_cbs:Callable, # `make_cbs(n, sizes)` returns callbacks for a step of `n` samples, in parts
+        make_cbs:Callable, # `make_cbs(n, sizes)` returns callbacks that run `n` samples in these parts
         loader_yields_parts:bool=True, # Whether the loader yields parts; if not, callbacks split batches
         split:Callable=split, # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
         bs:int|None=None, # Samples in the whole batch; defaults to the loader's batch size
-        n_batches:int=1, # How many whole batches, which are not split, to read
+        n_batches:int=1, # How many batches of `bs` samples to read from the loader
         micro:int|None=None # Samples in each part, as in a fit's micro-batches; `None`: unequal parts
     ):
         self.run,self.make_cbs = run,make_cbs

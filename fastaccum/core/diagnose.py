@@ -126,8 +126,8 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
         else: break   # no module is left to freeze
         same_class = [o for o in modules.values() if type(o) is type(m)]
         new = [o for o in same_class if o.training and o not in frozen] or [m]
-        # unfreeze modules inside of `new`: their outputs may differ only because `new` changes their
-        # weights, as fastai's `WeightDropout` changes the weights of an LSTM
+        # Unfreeze the modules inside of those in `new`. Perhaps an outer module alone is at fault,
+        # because it changes the inner one's weights, as fastai's `WeightDropout` does to an LSTM.
         inside = {o for m in new for o in m.modules()}-{*new,*frozen_by_caller}
         frozen[:] = [m for m in frozen if m not in inside]+new
     return first_diff,False
@@ -166,7 +166,7 @@ class FirstBatchProbe(QuietCallback):
     def __init__(self, n:int, sizes:list[int], split:Callable, n_items:Callable|None,
         loss_only:bool=False):
         self.n,self.sizes = n,sizes   # samples in the batch, and in each of its parts
-        self.split = split            # `f(batch, start, stop, n)` returns samples `start` to `stop`
+        self.split = split            # `split(batch, start, stop, n)` returns samples `start` to `stop`
         self.counter = ItemCounter(n_items)   # counts the items of which the loss is a mean
         self.loss_only = loss_only    # True to check only the loss: a fit runs the model on whole steps
         self.tol = 0.             # the largest relative difference that counts as rounding
@@ -183,12 +183,12 @@ class FirstBatchProbe(QuietCallback):
         # whether whole batch and parts give the same predictions if the modules in `drawing` and
         # `depending` are frozen
         self.agree = False
-        # relative difference of the loss's gradient with respect to the predictions, between the whole
-        # batch and parts of unequal sizes; `None` if unknown
+        # The relative difference between the whole batch and parts of unequal sizes, in the gradient of
+        # the loss with respect to the predictions. `None` if unknown.
         self.loss_off = None
         self.loss_why = ''        # why `loss_off` is unknown
-        # the difference `loss_off`, if a fit whose parts have the sizes in `sizes` would hide it because
-        # only parts of unequal sizes show a difference; 0 if nothing is hidden
+        # `loss_off`, if a fit with parts of the equal `sizes` would not show this difference; otherwise
+        # 0
         self.hidden_loss = 0.
 
 # %% ../../nbs/core/28_diagnose.ipynb #first-events
@@ -255,8 +255,8 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     else: self.predictions_off,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
-    # the predictions still differ, but `find` had no module left to freeze. BatchNorm layers that it has
-    # not reached are at fault as well, because their outputs always depend on the other samples
+    # The predictions differ even if all modules that `find` could find are frozen. The other BatchNorm
+    # layers are at fault as well, because their outputs always depend on the other samples.
     self.depending += [m for m in batchnorms(model) if m in once.modules_that_ran and m not in frozen]
 
 # %% ../../nbs/core/28_diagnose.ipynb #blame
@@ -283,8 +283,8 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
     needed = [o for o in remaining if o not in found]
     has_other_cause = len(found)<2 or off_without(*found)>tol
     if has_other_cause: return [o for o in found if remaining[o]<off/2],needed
-    # The gradients agree without all callbacks in `found`, but not all of them need be at fault: remove
-    # each callback with which the gradients still agree.
+    # If all callbacks in `found` are left out, the gradients agree, but some of them may be innocent.
+    # Take a callback out of `found` if the gradients still agree when the fit includes it.
     for o in [*found]:
         if off_without(*[x for x in found if x is not o])<=tol: found.remove(o)
     return found,[]

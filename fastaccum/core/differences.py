@@ -176,8 +176,8 @@ def _watch_state(self:DifferenceWarnings, modules, remedy):
     "Warn within this context of modules that hold a state when they are called for the first time"
     called = set()
     def warn_of_state(m, *_):
-        # check only the first call of a module: a text classifier calls the module once for each chunk
-        # of a text, and the module is meant to keep its state between these calls
+        # Check only a module's first call. A text classifier calls its encoder once for each chunk of a
+        # text, and the encoder is meant to keep its state between chunks: do not warn of that state.
         is_first_call = m not in called
         called.add(m)
         own = [o for name,o in vars(m).items() if name not in _module_attrs]
@@ -249,7 +249,7 @@ def all_cancelled(self:DifferenceWarnings):
 @patch
 def epoch_ends(self:DifferenceWarnings, exception:str, n:int):
     "Warn that a callback has ended an epoch after `n` micro-batches, before the first step was complete"
-    if not n: return   # no micro-batch has run: the full-batch run would not have trained either
+    if not n: return   # no micro-batch has run: with full batches, the fit would not have trained either
     self.warn_once('epoch-without-step', f"a callback has ended an epoch ({exception}) after {n} "
         "micro-batches, before the first step was complete, so nothing was trained in this epoch. While "
         "micro-batches run, `learn.iter` counts micro-batches: let the callback use `learn.train_iter`, "

@@ -77,14 +77,13 @@ class Processes:
         check_not_sharded(model)
         ddps = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         first = next(model.parameters(), None)
-        # the `DistributedDataParallel` modules; none if there is only one process
+        # the `DistributedDataParallel` modules; empty if there is one process, which exchanges nothing
         self.ddps = ddps if world_size()>1 else []
         # device of the tensors in which processes exchange numbers: NCCL needs them on the GPU
         self.device = torch.device('cpu') if first is None else first.device
-        # the process group of DDP; `None` if there is only one process
         self.group = self.ddps[0].process_group if self.ddps else None
-        self.rank = 0 if self.group is None else self.group.rank()   # the number of this process, from 0
-        self.n = 1 if self.group is None else self.group.size()      # the number of processes
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.n = 1 if self.group is None else self.group.size()   # the number of processes
 
     def agree(self, must_match:dict, mine:list)->list:
         """Exchange the whole numbers `mine`: returns the lists of all processes, in the order of ranks

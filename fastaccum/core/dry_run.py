@@ -31,9 +31,9 @@ from .warnings import AccumulationWarning
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot
 # a `Snapshot` does not note the attributes of objects whose class is from one of these packages
 _not_visited = sys.stdlib_module_names|{'torch','numpy','pandas','matplotlib','PIL'}
-# exceptions: classes from these packages for whose objects a `Snapshot` does note the attributes
+# but it does note the attributes of objects of these classes, although they are from these packages
 _visited = (nn.Module,optim.Optimizer,optim.lr_scheduler.LRScheduler,GradScaler,SimpleNamespace)
-# a `Snapshot` leaves out objects of these classes: Python modules, and objects that cannot change
+# a `Snapshot` leaves out objects that cannot change, and classes and Python modules
 _constants = str,bytes,int,float,type(None),type,ModuleType
 
 class Snapshot:
@@ -101,7 +101,7 @@ def _put_tensor(t, value, device, requires_grad, grad):
     else: t.grad.data.copy_(grad)   # keep the tensor `t.grad`: other objects may refer to it
 
 # %% ../../nbs/core/26_dry_run.ipynb #who
-# callbacks that a dry run does not call, because they only log or would disturb the run
+# classes of callbacks that a dry run does not call: they only log, or would change or end the dry run
 _not_called = {'fastaccum.accumulation.GradientAccumulation',
     'fastai.callback.training.GradientAccumulation', 'fastai.callback.training.ShortEpochCallback',
     'fastai.callback.tracker.TerminateOnNaNCallback',
@@ -139,7 +139,7 @@ class CountSteps(QuietCallback):
     def __init__(self, most:float=float('inf'), tick:Callable=noop):
         self.most = most    # number of steps after which the fit ends
         self.tick = tick    # function to call after each step
-        self.n_steps = 0    # steps so far
+        self.n_steps = 0
     # fastai calls `after_step` even after a cancelled step: subtract the one that `after_step` will add
     def after_cancel_step(self): self.n_steps -= 1
     def after_step(self):

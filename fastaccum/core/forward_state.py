@@ -101,8 +101,9 @@ _constants = {int,float,bool,str,bytes,type(None),torch.device,torch.dtype}
 _generators = torch.Generator,np.random.Generator,np.random.RandomState,random.Random
 # types whose objects, or the objects in them, may change in a forward pass
 _stateful = *_containers,tuple,torch.Tensor,*_generators
-# attributes that are not part of a module's state: PyTorch's own (`training`, `_buffers`, …), and two
-# functions that `ActivationCheckpoint` and `GradientCache` replace during a fit
+# names of attributes that `ForwardState.attrs` leaves out: PyTorch's own (other attributes note the
+# flags and buffers), and the functions that `ActivationCheckpoint` or `GradientCache` replaces during a
+# fit
 _not_state = vars(nn.Module()).keys()|{'forward','_compiled_call_impl'}
 
 def _find_state(todo, in_objects=False):
@@ -138,8 +139,7 @@ class ForwardState:
         self.devices = devices_of(self.modules) if devices is None else devices
         self.rng = rng_state(self.devices)             # pairs: (function that sets a state, state)
         self.autocast = autocast_state(self.devices)   # for `set_autocast_state`, which restores it
-        self.modes = [(m,m.training) for m in self.modules]   # pairs: (module, its flag `training`)
-        # pairs: (a module's dict of buffers, copy of the dict)
+        self.modes = [(m,m.training) for m in self.modules]
         self.buffers = [(m._buffers,dict(m._buffers)) for m in self.modules if m._buffers]
         self.copies = {}   # `id` of a buffer -> (buffer, its version number, copy of its values)
         if copy: self._copy_buffers()
@@ -150,7 +150,7 @@ class ForwardState:
             for m in users_modules]
         kept = [(k,o) for _,attrs in self.attrs for k,o in attrs.items() if type(o) not in _constants]
         found = [*_find_state(kept),*_find_state([('',o) for o in self.given], in_objects=True)]
-        # pairs: (container, list of its items) of each list, dict, set or deque in the attributes
+        # pairs: (container, list of its items) of each list, dict, set or deque that was found
         self.items = [(o,items_of(o)) for _,o in found if isinstance(o, _containers)]
         # (name, tensor, version number) of each tensor in an attribute. A change in place, which cannot
         # be undone, increases the version number: then `check` raises an error.
@@ -211,7 +211,8 @@ def again(self:ForwardState):
         # autocast's cache may contain weights that an earlier pass cast under `no_grad`; this pass could
         # not compute gradients with them
         torch.clear_autocast_cache()
-        # Replace each buffer by a copy. Modules that share a buffer must also share its copy.
+        # Replace each buffer by a copy, so that changes in place do not reach the buffer. Modules that
+        # share a buffer must also share its copy.
         copies = {i:copy.clone() for i,(_,_,copy) in self.copies.items()}
         for d,buffers in self.buffers:
             d.update({k:copies[id(b)] for k,b in buffers.items() if id(b) in copies})

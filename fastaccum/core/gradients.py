@@ -57,8 +57,8 @@ def is_compiled(m:nn.Module)->bool:
 class GradSums:
     "Sums the gradients of `params` in at least float32, outside of the parameters' `grad`"
     def __init__(self, params:list):
-        self.params = params   # the parameters whose gradients are summed
-        self.sums = {}         # a parameter -> the sum of its gradients
+        self.params = params
+        self.sums = {}   # a parameter -> the sum of its gradients
 
     def __bool__(self): return bool(self.params)
 
@@ -108,7 +108,8 @@ class GradVersions:
 class GradCheck:
     "Finds out, once in a fit, whether gradients change between the first two micro-batches of a step"
     def __init__(self):
-        self.noted = None   # the `GradVersions` after the first micro-batch of a step; otherwise `None`
+        # the `GradVersions` after a step's first micro-batch; `None` again once they are compared
+        self.noted = None
         self.done = False   # whether gradients were compared in this fit
 
     def note(self, opt:Optimizer|OptimWrapper):
@@ -132,7 +133,7 @@ class GradCheck:
 class UndoBackward:
     "Restores the gradients from before a backward pass that failed in the middle"
     def __init__(self, params:list, empty:bool):
-        self.before = GradVersions(params)   # the gradients before the backward pass
+        self.before = GradVersions(params)   # tells later which gradients the backward pass has changed
         # whether the gradients were zero or `None` before the backward pass, so that they can be
         # restored by zeroing; true for the first micro-batch of a step
         self.empty = empty

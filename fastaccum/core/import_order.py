@@ -19,7 +19,8 @@ warn_once = WarnOnce()   # shared by all fits, so that a process gives the warni
 def before_fit(self:FastaiGradientAccumulation):
     "Warn once that this is fastai's class, then run fastai's own `before_fit`"
     is_validation = self.learn.lock.locked()
-    # if fastaccum's callback is on the Learner as well, its error about two callbacks says what to do
+    # If fastaccum's callback is on the Learner as well, no warning is needed: fastaccum's callback
+    # raises an error, which says what to do with two callbacks.
     others = [cb for cb in self.learn.cbs if not isinstance(cb, FastaiGradientAccumulation)]
     has_ours = any(cb.name==self.name for cb in others)
     if type(self) is FastaiGradientAccumulation and not has_ours and not is_validation:

@@ -34,8 +34,8 @@ class LogRows:
         # number of recorded losses minus number of completed steps; more than 0 if the losses of
         # micro-batches are recorded (`log_accum_batch=False`)
         self.n_more_rows = 0
-        # `learn.train_iter` minus the number of steps: `n_more_rows` while `count_rows` lets callbacks
-        # see the number of recorded losses, otherwise 0
+        # How much more than the number of steps `learn.train_iter` is now: `n_more_rows` while it counts
+        # recorded losses (see `count_rows`), otherwise 0.
         self.n_added = 0
 
     def begin_epoch(self, learn:Learner, n_rows:int):

@@ -41,8 +41,8 @@ class LossTrials:
         # a `ChangedAttrs`, which finds the attributes that callbacks have set since the loader yielded
         # the current batch
         self.attrs = None
-        # (predictions, targets, inputs) of a micro-batch of one sample: it is tested with the next one,
-        # because a single sample cannot be split
+        # (predictions, targets, inputs) of a micro-batch of one sample, which cannot be split: it is
+        # joined with the next micro-batch, to test both as one batch. `None` if no sample waits.
         self.waiting = None
         # position of a tensor of labels in the batch -> the set of label counts seen in this fit; a
         # label count is the number of labels in one sample, without labels of -100
@@ -185,9 +185,8 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     parts = leaves((*learn.yb,*learn.xb))
     def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
     labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
-    # `_batch_to_test` counts no trial for a micro-batch with a single sample, which it keeps for a
-    # comparison with the next one. Reading the sample's labels synchronises the GPU, as a trial does, so
-    # count a trial here.
+    # Reading labels synchronises the GPU as a trial does, so it uses up one of the `n_left` trials.
+    # `_batch_to_test` has not counted it if the micro-batch is a single sample that waits for the next.
     if labels and self.waiting is not None: self.n_left -= 1
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()
@@ -209,8 +208,8 @@ class LossChanges:
         self.changes = changes   # pairs: (callback, name of the event in which it changed the loss)
         self.added = []          # the terms that the callbacks have added to the loss, one for each part
         cbs = {id(cb):cb for cb,_ in changes}.values()
-        # pairs: (dict of a callback's attributes, copy of the dict without the Learner); the callback
-        # starts with the copied attributes for each part of the micro-batch
+        # Pairs: (dict of a callback's attributes, copy of the dict without the Learner). The copy is
+        # restored before each part of the micro-batch, because the callback may change its attributes.
         self.attrs_of_cbs = [(vars(cb),{k:o for k,o in vars(cb).items() if k!='learn'}) for cb in cbs]
         # (dict that contains the attribute, its name, its value) for each attribute that callbacks have
         # set for this batch and that has a row for each sample, such as MixUp's factors
@@ -289,8 +288,8 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     found = [(cb,event) for cb,event,_ in micro.loss_changes if not is_fastais(cb)]
     if not found: return
     outputs = [o.grad_fn for o in leaves(micro.pred) if isinstance(o, Tensor)]
-    # If the last callback has set an output of the model as the loss, the model computes the loss, which
-    # cannot be tested on parts: only look at the numbers of labels.
+    # If the last change of the loss made it an output of the model, the model computes the loss. A trial
+    # with parts does not run the model, so only compare the numbers of labels of the samples.
     if micro.loss_changes[-1][2] in outputs:
         return self._warn_of_uneven_labels(Probed(None), learn, micro, mean)
     names = ' and '.join(dict.fromkeys(type(cb).__name__ for cb,_ in found))

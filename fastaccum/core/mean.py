@@ -137,7 +137,7 @@ class ItemCounter:
     ValueError: when called, if `n_items` returns a number that is negative or not finite
     """
     def __init__(self, n_items:Callable|None=None):
-        self.n_items = n_items    # the user's function of the Learner that counts items, or `None`
+        self.n_items = n_items    # `n_items(learn)` is the user's function that counts items, or `None`
         self.loss_func = None     # the loss function for which `count` was chosen
         self.count = None         # function of the Learner that counts items; `None` for a sum
         # whether `n_items` has already returned a valid number: only its first number is checked,
@@ -222,7 +222,8 @@ def measure(self:StepMean, learn:Learner, n:int)->float|torch.Tensor:
     if loss.dtype in (torch.float16,torch.bfloat16): loss = loss.float()
     items = self.counter(learn, n)
     if self.expected is None:
-        # `max` avoids a division by 0: `n` is 0 if callbacks have added rows to an empty batch
+        # `max` avoids a division by 0: `n` counts the loader's samples, so it is 0 for an empty batch
+        # even if callbacks have added rows to the batch
         items_per_sample = self._items_if_none_ignored(learn, items, n)/max(n, 1)
         self.expected = number_on(loss.device, items_per_sample*self.n_here)
     if isinstance(items, torch.Tensor) or not items: items,loss = self._masked(learn, items, loss)

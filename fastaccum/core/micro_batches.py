@@ -202,7 +202,7 @@ class MicroBatchLimit:
     is_even = True
     # if not `is_even`: why processes may run different numbers of micro-batches, as part of a message
     why_uneven = ''
-    words = ''        # how batches are split, as the end of a message: 'split where memory runs out'
+    words = ''        # how batches are split, for messages, such as 'split where memory runs out'
     def __init__(self, split:Callable=split):
         example = 'lambda batch, start, stop, n: [o[start:stop] for o in batch]'
         self.split = check_function('split', split, 4, example)
@@ -296,7 +296,7 @@ def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
     free_memory()
     self.unreported = self.unreported or (n,reason)
     limit = self.max_samples(training)
-    # a `Division` that keeps rows together may have made a micro-batch larger than the limit
+    # a `Division` may exceed the limit to keep rows together; then no smaller micro-batch is possible
     is_above_limit = limit is not None and n>limit
     if n==1 or is_above_limit:
         smallest = f'{n} samples that are kept together' if n>1 else 'a single sample'
@@ -366,8 +366,8 @@ def explain_split(k:int, n:int):
 class Failed(NamedTuple):
     "A micro-batch for which memory ran out, kept until all of its samples have run again"
     stop:int   # The row after the last row of the micro-batch
-    # (parameter, gradient) of gradients that already contain all samples of the micro-batch, because the
-    # backward pass had added to them before memory ran out
+    # A pair (parameter, gradient) for each gradient that the backward pass had completed before memory
+    # ran out: all samples of the micro-batch were added to it.
     grads:list
 
 # %% ../../nbs/core/12_micro_batches.ipynb #runs

@@ -19,7 +19,7 @@ def uninterrupted(f:Callable):
         try:
             f()
             break
-        except KeyboardInterrupt as e: interrupt = e   # `f` was interrupted: run `f` again
+        except KeyboardInterrupt as e: interrupt = e   # `f` may have stopped halfway: run `f` again
     if interrupt is not None: raise interrupt
 
 # %% ../../nbs/core/16_patching.ipynb #patch
@@ -28,8 +28,8 @@ class Patch:
     def __init__(self, o:object, name:str, f:Callable):
         self.o = o          # the object with the method
         self.name = name    # the name of the method
-        self.f = f          # the function that replaces the method
-        self.original = None   # the method before `apply`, which `f` may call
+        self.f = f
+        self.original = None   # the method that `apply` has replaced, for calls in `f`
         # the value of `vars(o)[name]` before `apply`, or `None` if the method comes from the class of
         # `o`: `undo` then only deletes `f`
         self.own_attr = None

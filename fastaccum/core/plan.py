@@ -50,7 +50,8 @@ class EqualSteps(Sequence):
     "The `n` steps of an epoch without a schedule: `accum_bs` samples each, until the loaders run out"
     def __init__(self, loaders:list, full_sizes:list, accum_bs:int, n:int):
         self.loaders = loaders         # the `LoaderSizes` of each process
-        self.full_sizes = full_sizes   # samples of each process in a complete step, in whole batches
+        # for each process: its samples in a complete step, rounded up to whole batches
+        self.full_sizes = full_sizes
         self.n = n                     # number of steps in the epoch
         # samples that each process needs in a step, before rounding up to whole batches
         self.wanted_here = ceil(accum_bs/len(loaders))
@@ -90,7 +91,8 @@ class Plan:
         # empty if the micro-batch size is fixed
         self.split_words = split_words
         self._epochs = {}               # cache: the number of an epoch -> its steps
-        # cache for a schedule: item `i` is the number of steps before epoch `i`
+        # cache for `steps_before`: item `i` is the number of steps before epoch `i`, if they differ by
+        # epoch
         self._starts = [0]
 
     @property
@@ -317,9 +319,8 @@ def check(self:Plan,
 @patch
 def _check_filled(self:Plan, warns):
     "Raise an error or warn if an epoch has too few samples for a complete step"
-    # If one process has too few samples for its part, the first step of the epoch is incomplete, so with
-    # `drop_last=True`, the epoch has no step. Otherwise, it has a single smaller step if all processes
-    # have too few samples.
+    # With `drop_last=True`, an epoch has no step if any process has too few samples for its part. With
+    # `drop_last=False`, an epoch has a single smaller step if all processes have too few samples.
     is_too_few = any if self.drop_last else all
     for i in self._different_epochs():
         full = self.full_sizes(self.accum_bs_at(i, self.steps_before(i)))

@@ -194,8 +194,9 @@ def _compare_parts(learn, loss_func, n, counter, devices, change):
     if abs(again-loss)>tol*scale:
         reason = 'it returns another value for the same predictions and targets'
         return Probed(None, reason, tol, has_state=True)
-    # Reversing the order of the samples should not change the loss. If it does, the loss depends on
-    # something that was not reversed, or the difference in `res` is only rounding: `res` proves nothing.
+    # Reversing the order of the samples should change the loss by no more than rounding. If it changes
+    # by more, the loss depends on something that was not reversed. If it changes by a tenth of `gap`,
+    # then `gap` may be rounding as well. In both cases, `res` proves nothing.
     if abs(backwards-loss)<=min(gap/10, tol*scale): return res
     reason = 'it depends on something other than predictions and targets, or is all rounding'
     return Probed(None, reason, tol)

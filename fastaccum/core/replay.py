@@ -228,9 +228,8 @@ def _with_node(self:ReplayedForward, res, flat):
     self.first_outs = flat[0] if len(flat)>1 and not self.cb.checked else None
     self.versions = [(o,o._version) for o in (*self.tensors,*self.model.parameters())]
     params = [*self.model.parameters(),*(o for _,o in self.inputs.values())]
-    # autograd can add up gradients in single precision in `p.grad`, so `GradSums` sums only those in
-    # half precision. It sums all gradients if a failed micro-batch may have to be undone, or if DDP
-    # exchanges the sums.
+    # `GradSums` must sum gradients in half precision; autograd can add up the others in `p.grad`. But
+    # `GradSums` sums all if a failed micro-batch may have to be undone, or if DDP exchanges the sums.
     only_half = not self.cb.limit.shrinks and not self.exchanges
     self.sums = GradSums(in_half(params) if only_half else params)
     at = [i for i,x in enumerate(res) if isinstance(x, torch.Tensor)]
@@ -325,8 +324,8 @@ def _replay(self:ReplayedForward, i, start, stop, grads):
                 "always, or never" + more_link('output-sometimes-detached'))
         if g is None: continue
         if is_by_row: pairs.append((x, self.division.rows(g, start, stop)))
-        # an output without rows is the same in all micro-batches: to count its gradient once, give it to
-        # the last micro-batch only
+        # An output without a row for each sample counts as the same output in all micro-batches: its
+        # gradient is back-propagated only once, in the last micro-batch.
         elif stop==self.n: pairs.append((x, g))
     outs.clear()
     if pairs: torch.autograd.backward(*zip(*pairs))
@@ -339,7 +338,7 @@ def _exchange(self:ReplayedForward, ddp):
     add_up(params, self.sums.sums, ddp.process_group, params[0].device)
     for p in params:
         if p in self.sums.sums: self.sums.sums[p].div_(ddp.process_group.size())
-    ddp.require_forward_param_sync = True   # `forward` has set this to False
+    ddp.require_forward_param_sync = True   # synchronise buffers again, as before `self.forward`
 
 @patch
 def _compare(self:ReplayedForward, outs):
@@ -353,7 +352,7 @@ def _compare(self:ReplayedForward, outs):
     for x,y in zip(first, outs):
         if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.numel(): continue
         a,b = (o.detach().as_subclass(torch.Tensor).float() for o in (x,y))
-        # the tolerance is larger than rounding errors: GPU kernels may add numbers in another order
+        # a wide tolerance: a GPU may add numbers in another order, and layers may enlarge the difference
         tol = 1e-2 if x.dtype.itemsize<4 else 1e-3
         if (a-b).abs().max()<=tol*a.abs().max(): continue
         return self.cb.warn_once('runs-differ', "the model returned something else when it was run "

@@ -28,10 +28,11 @@ class BatchStream:
     """
     def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
         self.sizes = sizes       # the `LoaderSizes` of `dl`
-        # `count(batch, expected)` returns the number of samples in a batch. If the shapes of its
-        # tensors allow several numbers, it returns `expected`: `bs`, or fewer at the end of the epoch.
+        # `count(batch, expected)` returns the number of samples in `batch`. If the tensors' shapes do
+        # not decide it, `count` returns `expected`: the loader's batch size, or the samples left in the
+        # epoch.
         self.count = count
-        self.batches = iter(dl)  # yields the batches of `dl`
+        self.batches = iter(dl)
         self.n_read = 0          # batches read so far
         self.n_samples = 0       # samples in the batches read so far
         # (batch, its number of samples): the next batch, or the rest of a batch that was cut; `None` if
@@ -131,8 +132,7 @@ class StepLoader(OneBatchLoader):
         super().__init__(learn, dl, one_batch)
         self.steps = steps            # the `PlannedStep`s of the epoch
         self.sizes = sizes            # the `LoaderSizes` of `dl`
-        # `count(batch, expected)` returns the number of samples in a batch. If the shapes of its
-        # tensors allow several numbers, it returns `expected`: `bs`, or fewer at the end of the epoch.
+        # `count(batch, expected)` returns the number of samples in `batch`, as in `BatchStream`
         self.count = count
         self.processes = processes    # the `Processes` that train the model together
         # whether samples that are too few for a complete step are left out

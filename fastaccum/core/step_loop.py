@@ -49,20 +49,20 @@ class StepLoop:
         self.announced = None                    # the `Plan` that was printed last
         self.counter = ItemCounter(acc.n_items)  # counts the items of which the loss is a mean
         self.warn_once = WarnOnce()              # gives each warning of this fit once
-        self.loss_trials = LossTrials(self.warn_once)          # tests whether the loss is a mean
-        self.differences = DifferenceWarnings(self.warn_once)  # warns of what differs from a full batch
+        self.loss_trials = LossTrials(self.warn_once)   # tests whether the loss is a mean over samples
+        self.differences = DifferenceWarnings(self.warn_once)   # warns of differences to a full-batch fit
         self.grad_check = GradCheck()            # notices changes of the gradients between micro-batches
         self.log_rows = LogRows()                # corrects what TensorBoard and W&B log
         self.last_loss = 0.                      # mean loss of the previous step
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
         self.events = None                       # sends events to callbacks
-        self.comms = []                          # why processes communicate in each micro-batch
+        self.comms = []                          # reasons why processes communicate in each micro-batch
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
-        self.grad_sums = GradSums([])            # gradient sums of half-precision and compiled models
+        self.grad_sums = GradSums([])            # sums for half-precision or compiled models; else empty
         self.n_batches = 0                       # batches of the loader that have run
         self.n_planned = 0                       # batches of the loader that the planned steps need
-        self.has_stepped = False                 # whether the optimizer has taken a step
+        self.has_stepped = False                 # whether the optimizer has taken a step in this epoch
         self.devices = ()                        # the model's devices, except the CPU
         self.batch_device = None                 # device to which fastai moves batches; `None`: unknown
         # state of the step, set by `run_step`
@@ -70,7 +70,7 @@ class StepLoop:
         self.mean = None                         # the `StepMean` of `step`
         self.kept_losses = None                  # the `KeptLosses`: means over the step for `LossMetric`
         self.n_left_out = 0                      # micro-batches of `step` cancelled by callbacks
-        self.micro = None                        # the `MicroBatch` that runs or ran last, or `None`
+        self.micro = None                        # the `MicroBatch` that runs, or else the last one
 
     # In a fit, `learn.export()` pickles `learn.dl` and so this object: leave out what cannot be pickled
     def __getstate__(self): return dict(acc=self.acc, learn=self.learn)
@@ -230,7 +230,7 @@ def forward_backward(self:StepLoop):
     try:
         self._before_backward()
         self._backward()
-        self.acc.after_backward()   # calls `count_micro_batch`
+        self.acc.after_backward()   # counts the micro-batch, before other callbacks look at the counts
     except CancelBackwardException: self._cancelled_backward()
     for cb in self.events.listeners('after_backward'):
         if cb is not self.acc: cb('after_backward')
@@ -261,8 +261,8 @@ def _share_late_penalty(self:StepLoop, cb):
     "Call a callback that runs after mixed precision; multiply its term by the micro-batch's share"
     learn,before = self.learn,self.learn.loss_grad.clone()
     is_changed = self._send_noting_change(cb, 'before_backward')
-    # if there are `grad_sums`, they multiply the gradients of a mean loss by the share, so that the loss
-    # itself must not be multiplied
+    # `grad_sums`, if there are any, later multiply the gradients of a mean loss by the share. The
+    # callback's term must then not be multiplied as well.
     weighs_loss = self.mean.is_sum or not self.grad_sums
     if is_changed and weighs_loss: learn.loss_grad = before+(learn.loss_grad-before)*self.micro.share
 
@@ -287,10 +287,10 @@ def share_loss(self:StepLoop):
     learn,mean,micro = self.learn,self.mean,self.micro
     micro.share = mean.measure(learn, micro.n)
     micro.has_share = True
-    # if there are `grad_sums`, they multiply the gradients by the share, and the loss is not multiplied
+    # `grad_sums`, if there are any, later multiply the gradients by the share, instead of the loss here
     if mean.is_sum: self._share_penalty()
     elif not self.grad_sums: learn.loss_grad = plain_tensor(learn.loss_grad)*micro.share
-    # skip the last micro-batch of a step: if it is the only one, nothing can differ from the full batch
+    # test no micro-batch that ends a step: it may be the whole step, and then it is the full batch
     if mean.samples+micro.n>=self.step.target: return
     self.loss_trials.test_micro_batch(learn, micro, mean, warns=not self.processes.rank)
     self.differences.check_micro_batch(learn, self.step, micro)
@@ -461,7 +461,7 @@ def _run_split(self:StepLoop, n, changed):
     if n_rows>n: self.differences.splits_rows(n_rows, n)
     division = limit.divide(learn.model, learn.xb, learn.yb, n_rows, self.warn_once)
     parts = BatchParts(learn, n_rows, changed, division)
-    # try to split the first batch: a batch that cannot be split is refused before any weight changes
+    # with a limit that shrinks, split the first batch on trial: if that fails, no weight has changed yet
     if not learn.iter and limit.shrinks: parts.part(0, 1)
     self.run_parts(n, parts, Retries(learn, limit), self._run_micro_batch)
 

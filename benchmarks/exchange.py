@@ -87,11 +87,11 @@ def main():
     parser.add_argument('--worker', help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker: return worker(args.worker)
-    head = ['micro-batches a step','','KiB exchanged','ms of exchange','ms in all']
+    head = ['micro-batches per step','','KiB exchanged','ms of exchange','ms in total']
     table = benchmarks.table(head, measure(args.processes))
     made = benchmarks.made(f'{args.processes} processes', f'{os.cpu_count()} cores', 'gloo')
-    about = (f'Per sample of a process, medians of {rounds} rounds. A model of 1.1 million parameters, {n_batches} '
-        f'micro-batches of {bs}. Measured {made}.')
+    about = (f'All figures are per sample of a process, as medians of {rounds} rounds, for a model of 1.1 million '
+        f'parameters and {n_batches} micro-batches of {bs}. Measured {made}.')
     print(f'{table}\n\n{about}')
     (benchmarks.results/'exchange.md').write_text(f'{table}\n\n{about}\n', encoding='utf-8')
 

@@ -26,7 +26,7 @@ def main():
         found = [compare(classes, model, rounds=5, k=k, n_batches=200) for k in ks]
         rows = [[o.title,*(f"{res[nm]['us']:.0f} ({res[nm]['to_bare']:.2f})" for res in found)]
             for nm,o in classes.items()]
-        print(f'{model.__name__}: µs per micro-batch (to the bare loop), with k micro-batches a step\n')
+        print(f'{model.__name__}: µs per micro-batch (to the bare loop), with k micro-batches per step\n')
         print(table(['',*(f'k = {k}' for k in ks)], rows)+'\n', flush=True)
 
 if __name__=='__main__': main()

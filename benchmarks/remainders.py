@@ -37,8 +37,8 @@ def column(bs, acc):
     return {'optimizer steps in each epoch':' and '.join(map(str, s.epochs)),
         'samples in each step':', '.join(map(str, s.steps)), 'samples left unused':str(s.pending),
         'recorded losses':str(len(learn.recorder.losses)),
-        'largest difference of a weight (`fit`)':off('fit'),
-        'largest difference of a weight (`fit_one_cycle`)':off('fit_one_cycle')}
+        'largest difference in any weight (`fit`)':off('fit'),
+        'largest difference in any weight (`fit_one_cycle`)':off('fit_one_cycle')}
 
 def main():
     cols = {f'batches of {accum_bs}':column(accum_bs, list),

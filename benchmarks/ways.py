@@ -47,8 +47,8 @@ def transformer():
     model = Transformer()
     return model,torch.randint(0, 1000, (bs,64)),list(model.pairs)
 
-models = {'resnet50 with fastai\'s head, 32 images of 128 pixels':vision,
-    'transformer of 6 layers of 256, 32 texts of 64 tokens':transformer}
+models = {'resnet50: with fastai\'s head, on 32 images of 128×128 pixels':vision,
+    'transformer: 6 layers of width 256, on 32 texts of 64 tokens':transformer}
 
 def ways(few_segments):
     "Return, for each way and its variant, the batch size of the loader and the callbacks"

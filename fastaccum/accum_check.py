@@ -234,9 +234,9 @@ class _Diagnosis:
         # the largest relative difference of a parameter's gradient, between `whole` and `parts`; `None`
         # if unknown
         self.off = None
-        # the same difference while modules that draw random numbers or mix samples are frozen
+        # like `off`, while modules that draw random numbers or compare samples are in evaluation mode
         self.frozen_off = None
-        # the same difference while these modules are frozen, and the callbacks in `self.cbs` left out
+        # like `frozen_off`, and with the callbacks in `self.cbs` left out
         self.rest_off = None
         self.cbs = []            # callbacks that make the gradients differ
         self.needed = []         # callbacks that cannot be left out, because the step fails without them

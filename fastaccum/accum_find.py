@@ -39,7 +39,7 @@ def accum_find(self:Learner,
 
     A noise scale of `B` samples means that the noise in the mean gradient of `B` samples is as large as
     the gradient ([McCandlish et al., 2018](https://arxiv.org/abs/1812.06162)). The suggested step has
-    `B` samples.
+    about `B` samples, in whole micro-batches.
 
     TypeError: `accum_bs` or `steps` is not a whole number, or `show_plot` is neither `True` nor `False`
     ValueError: `accum_bs` or `steps` is below 1, `accum_bs` is larger than an epoch, `lr` is not a

@@ -71,7 +71,7 @@ class GradientAccumulation(QuietCallback):
         drop_last:bool|None=None,
         # `n_items(learn)` returns how many items the loss of a micro-batch is averaged over
         n_items:Callable|None=None,
-        *, n_acc:int|None=None, # fastai's name for `accum_bs`; it also counts samples
+        *, n_acc:int|None=None, # fastai's name for `accum_bs`: a number of samples, not of batches
         n_batches:int|None=None, # Micro-batches per step on each process; give this or `accum_bs`
         verbose:bool=True # Print a line that describes the steps, above the table of a fit
     ):
@@ -182,7 +182,8 @@ def before_fit(self:GradientAccumulation):
     check_learner(learn)
     loop = self.loop = StepLoop(self, learn)
     if loop.finder is not None and loop.processes.n>1: keep_in_memory(loop.finder)
-    # an exported Learner that was loaded again has an empty loader, and no steps to plan
+    # An exported Learner that was loaded again has an empty loader, and no steps to plan. But one of
+    # several processes must go on, because the others wait for its numbers in `_plan_fit`.
     if not len(learn.dls.train) and loop.processes.n==1: return
     check_processes(loop.processes, self._comms(), self.limit, loop.warn_once)
     plan = self._plan_fit(learn.dls.train)

@@ -151,8 +151,8 @@ class _Recomputed:
         tensors = inputs.tensors+params
         if not any(o.requires_grad for o in tensors): return self.compute(*args, **kwargs)
         self.segment.kept = sum(o.nbytes for o in inputs.tensors)
-        # `_version` counts changes in place: after one, `_check_unchanged` refuses to compute the segment
-        # again. The kept tensors are detached, but share their counts with the originals.
+        # `_version` counts changes in place: after one, `_check_unchanged` refuses to compute the
+        # segment again. The kept tensors are detached, but share their counts with the originals.
         versions = [(o,o._version) for o in tensors]
         # add the devices of inputs to the devices of parameters: dropout has no parameters, and draws
         # random numbers on the device of its input
@@ -255,8 +255,8 @@ def after_fit(self:ActivationCheckpoint):
     uninterrupted(self.undo_patches)
     n = len(self.last_used)
     idle = [o.name for o in self.last_used if not o.calls]
-    # Some models never call some of their modules, such as the head of a timm model in fastai. If the
-    # callback chose the segments itself, warn only if no segment ran at all
+    # An idle segment may be harmless: fastai never calls the classifier of a timm model, for example. So
+    # if the callback chose the segments itself, warn only if none of them ran.
     is_harmless = self.given is None and len(idle)<n
     if not idle or is_harmless or not self.learn.train_iter: return
     warn(f"{len(idle)} of {n} segments did not run in this fit, such as {idle[0]!r}, so they save no "

@@ -30,7 +30,7 @@ class NoiseScale(PatchingCallback):
     # after MixedPrecision (10) has unscaled the gradients, and before GradientClip (11) clips them
     order = MixedPrecision.order+.5
     run_valid = False
-    run_bs_find = False    # `bs_find` trains without accumulation, where there is nothing to measure
+    run_bs_find = False    # steps of `bs_find` have one micro-batch, so there is nothing to compare
     acc = None             # the `GradientAccumulation` of the Learner, found when a fit begins
     readings = ()          # a `Reading` for each measured step of the last fit
     hooks = ()             # handles of the hooks that note norms; empty outside of a backward pass
@@ -48,7 +48,7 @@ class NoiseScale(PatchingCallback):
 
 # %% ../nbs/07_noise_scale.ipynb #estimate
 def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
-    """Return unbiased estimates of tr Σ and |G|² for a step of `k` micro-batches with `n` items in all
+    """Return unbiased estimates of tr Σ and |G|² for a step of `k` micro-batches with `n` items in total
 
     tr Σ is the variance of one item's gradient, summed over its coordinates, and G is the gradient
     without noise. `squares` is the sum of n_i |g_i|² over the micro-batches (n_i items, gradient g_i),
@@ -117,7 +117,7 @@ def describe(scale:float, size:float, unit:str='samples')->str:
 class _MicroBatchGrads(NamedTuple):
     "The gradients of one micro-batch"
     norms:dict # `id` of a parameter -> norm of its gradient, a 0-dim tensor
-    samples:int # Samples in the micro-batch
+    samples:int
     size:object # How many items the loss is a mean of: a number, or a 0-dim tensor
     to_sum:object # A factor: gradient × `to_sum` is the gradient of the sum of the items' losses
 
@@ -211,9 +211,10 @@ def after_backward(self:NoiseScale):
     if not self.norms: return
     step = self.acc.current_step
     samples,size,_ = step.mean.current
+    # If the loss is a mean, `size` times its gradient is the gradient of the sum. But unless
+    # `weighs_grads`, the loss was multiplied by `size/expected` before the backward pass, so only the
+    # factor `expected` is missing.
     if step.mean.is_sum: size,to_sum = samples,1.
-    # The gradient of a mean loss × `size` is that of the sum. Unless `weighs_grads`, the loss was
-    # multiplied by `size/expected` before the backward pass: then only the factor `expected` is missing
     else: to_sum = size if step.weighs_grads else step.mean.expected
     scaler = vars(self.learn).get('scaler')
     if scaler is not None:

@@ -106,7 +106,7 @@ def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
     """Check a dict from thresholds (epochs or steps) to numbers of micro-batches, and return it sorted
 
     TypeError: `scheduling` is not a dict, is empty, or holds something other than `int`s
-    IndexError: a threshold is negative
+    IndexError: a key is negative
     ValueError: a number of micro-batches is below 1
     """
     if not isinstance(scheduling, dict) or not scheduling:
@@ -237,7 +237,7 @@ class GradientAccumulationScheduler(_Scheduled):
     `GradientAccumulation`.
 
     TypeError: `scheduling` is not a dict, is empty, or holds something other than `int`s
-    IndexError: a threshold is negative
+    IndexError: a key is negative
     ValueError: a number of micro-batches is below 1, or `mode` is unknown
     """
     def __init__(self,

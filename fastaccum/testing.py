@@ -161,10 +161,10 @@ def _flat(o):
     if isinstance(o, (int,float)): return [torch.tensor([float(o)], dtype=torch.float64)]
     raise TypeError(f"do not know how to compare {o!r}, which is of type {type(o).__name__}")
 
-def deviation(a:object, b:object)->float: # Infinite if `a` and `b` hold different counts of numbers
+def deviation(a:object, b:object)->float: # Infinite if `a` and `b` do not hold equally many numbers
     """Return the largest difference between the numbers in `a` and `b`, in order; NaN if one is NaN
 
-    The difference to a number above 1 in `a` is divided by this number.
+    Where a number in `a` is above 1, the difference is divided by it.
 
     TypeError: `a` or `b` holds an object that is neither a number nor contains numbers
     """

@@ -100,7 +100,7 @@ class TokenDivision(Division):
         self.order = list(range(n))   # row numbers, in the order in which micro-batches take the rows
         fits_one_micro_batch = n*max(lengths)<=budget
         if sorts and not fits_one_micro_batch: self.order.sort(key=lambda i: -lengths[i])
-        self.lengths = [lengths[i] for i in self.order]             # tokens in each row of `order`
+        self.lengths = [lengths[i] for i in self.order]             # tokens in each row, in this order
         self.index = torch.tensor(self.order, device=mask.device)   # `order` as a tensor, to select rows
 
     def is_whole(self, start:int, stop:int)->bool:

@@ -30,7 +30,7 @@ def test_the_comparison_finds_wrong_runs():
     b250,cycle = (run(Fastai, key) for key in ('B250','cycle'))
     assert (b250['steps'],b250['expected'],b250['recorded'])==(7,8,32) and b250['loss'] is None
     assert cycle['weights']>1e-3 and cycle['lr']>1e-2
-    assert run(Bare, 'C40')['outcome']=='cannot express' and run(Fastaccum, 'zero')['outcome']=='refused'
+    assert run(Bare, 'C40')['outcome']=='not supported' and run(Fastaccum, 'zero')['outcome']=='refused'
 
 scripts = sorted((root/'benchmarks').rglob('[a-z]*.py'))
 

@@ -47,13 +47,13 @@ class Case:
 
 cases = [
     Case('A', '256 samples, steps of 64'),
-    Case('B250', '250 samples: the last micro-batch is ragged', n=250),
-    Case('B240', '240 samples: the last step has a micro-batch less', n=240),
+    Case('B250', '250 samples: the last micro-batch has 10', n=250),
+    Case('B240', '240 samples: the last step has one micro-batch fewer', n=240),
     Case('B200', '200 samples: the last step has 8 samples', n=200),
-    Case('B48', '48 samples: an epoch is less than a step', n=48, epochs=4),
+    Case('B48', '48 samples: an epoch is shorter than a step', n=48, epochs=4),
     Case('C40', 'steps of 40 with micro-batches of 16', accum=40, n=240),
     Case('padded', 'sequences, a third of the tokens padding', tokens=True),
-    Case('ignored', 'one micro-batch all of whose targets are ignored', ignored=(32,48)),
+    Case('ignored', 'all targets of one micro-batch are ignored', ignored=(32,48)),
     Case('clip', 'gradients clipped to a norm of 0.05', clip=0.05),
     Case('fp16', 'fp16 with a GradScaler on the CPU', amp='fp16'),
     Case('cycle', 'one-cycle learning rates', cycle=True),

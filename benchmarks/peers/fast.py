@@ -101,7 +101,7 @@ def run_fast(names, note=()):
     res = dict(made=made(*note), arms={nm:o.title for nm,o in classes.items()}, cost={})
     for nm,make,n_batches,rounds in (('tiny',Tiny,400,7),('transformer',Transformer,80,5)):
         for k in (1,4,16):
-            print(f'a {nm} model, {k} micro-batches a step', flush=True)
+            print(f'a {nm} model, {k} micro-batches per step', flush=True)
             for arm,o in compare(classes, make, rounds, k=k, n_batches=n_batches).items():
                 res['cost'].setdefault(nm, {}).setdefault(arm, {})[str(k)] = o
     print(f'with {variable}', flush=True)

@@ -2,7 +2,7 @@
 from .. import table
 
 # Each case in a few words, for the head of a column
-names = dict(A='every step full', B250='ragged last micro-batch', B240='last step a micro-batch short',
+names = dict(A='every step full', B250='smaller last micro-batch', B240='last step a micro-batch short',
     B200='last step of 8 samples', B48='epoch shorter than a step', C40='steps of 40', padded='padded tokens',
     ignored='a micro-batch all ignored', clip='clipping', fp16='fp16', cycle='one-cycle', again='second fit',
     interrupt='fit after an interrupt', loss='recorded loss', zero='steps of 0', negative='steps of -64')
@@ -16,7 +16,7 @@ def summary(right, fast):
     "Who is right in what: a row for each peer, fastaccum's first, and what a micro-batch of a tiny model costs"
     def mark(p, keys):
         found = [p['cases'][k] for k in keys]
-        if all(o['outcome'] in ('refused','cannot express') for o in found): return '–'
+        if all(o['outcome'] in ('refused','not supported') for o in found): return '–'
         if not all(o['outcome']=='ran' and o['weights']<1e-8 for o in found): return '✗'
         takes_other_size = 'C40' in keys and p['cases']['C40']['step_of']!=40   # whole micro-batches
         return '✓\\*' if takes_other_size else '✓'
@@ -69,10 +69,11 @@ def right(res):
     "All tables of `right`"
     recorded = {'loss off by':('loss',loss), 'learning rate of one-cycle off by':('cycle',rates)}
     return '\n\n'.join([
-        'The largest difference of a weight (1e-16 is rounding). In brackets is the number of steps where it is wrong.',
+        'The largest difference in any weight (1e-16 is rounding). In brackets: the steps taken and the steps '
+            'expected, if they differ.',
         *(grid(res, {names[o]:(o,weight) for o in keys}) for keys in weights),
         'What is recorded:', grid(res, recorded),
-        'Sizes that cannot be:', grid(res, {'0':('zero',bad), '-64':('negative',bad)}),
+        'Impossible sizes:', grid(res, {'0':('zero',bad), '-64':('negative',bad)}),
         'The cases:', table(['',''], [(names[k],v) for k,v in res['cases'].items()]),
         'The peers:', table(['','version','run as'], [[f"[{p['title']}]({p['docs']})",p['version'],p['how']]
             for p in res['peers'].values()]),
@@ -93,6 +94,6 @@ def lightning(res):
 def fast(res):
     "All tables of `fast`"
     return '\n\n'.join([
-        'A tiny model, with k micro-batches in a step; in brackets to the bare loop:', times(res, 'tiny'),
+        'A tiny model, with k micro-batches in a step; in brackets, the ratio to the bare loop:', times(res, 'tiny'),
         'A transformer:', times(res, 'transformer'),
         'A tiny model in a process that has imported Lightning:', lightning(res), f"Measured {res['made']}."])

@@ -5,7 +5,7 @@ from .cases import Data, apart, cases, interrupted, optimizer_steps, twin, weigh
 from .peer import CannotExpress
 
 def run(peer_cls, case):
-    "What came of `case`, a dict; its 'outcome' is 'ran', 'refused', 'cannot express' or 'failed'"
+    "What came of `case`, a dict; its 'outcome' is 'ran', 'refused', 'not supported' or 'failed'"
     peer = peer_cls()
     model = peer.make_model(case)
     start,passes,watched = weights(model),[],getattr(model, 'inner', model)
@@ -13,11 +13,11 @@ def run(peer_cls, case):
         if module is watched: passes.append(0)   # not the twin, a copy
     handle = watched.register_forward_pre_hook(note)
     try: return kinds[case.kind](peer, case, model)
-    except CannotExpress as e: return dict(outcome='cannot express', why=str(e))
+    except CannotExpress as e: return dict(outcome='not supported', why=str(e))
     except (Exception,SystemExit) as e:
         moved = not weights(model).equal(start)
         why = f'{type(e).__name__}: {short(e)}'
-        if case.amp and not passes: return dict(outcome='cannot express', why=f'no fp16 on a CPU: {why}')
+        if case.amp and not passes: return dict(outcome='not supported', why=f'no fp16 on a CPU: {why}')
         return dict(outcome='failed' if moved or (passes and case.kind!='bad') else 'refused', why=why)
     finally: handle.remove()
 

@@ -257,7 +257,7 @@ def _weights(learn):
 def train_both_ways(self:Compare)->tuple:
     """Train on all batches, whole and in parts, and compare how far the weights have moved
 
-    Returns the relative difference of the weights' changes, the number of steps on whole batches, and
+    Returns the relative difference in the weights' changes, the number of steps on whole batches, and
     the number of steps on parts.
     """
     start = _weights(self.run.learn)

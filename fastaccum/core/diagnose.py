@@ -168,7 +168,8 @@ class FirstBatchProbe(QuietCallback):
         self.n,self.sizes = n,sizes   # samples in the batch, and in each of its parts
         self.split = split            # `split(batch, start, stop, n)` returns samples `start` to `stop`
         self.counter = ItemCounter(n_items)   # counts the items of which the loss is a mean
-        self.loss_only = loss_only    # True to check only the loss: a fit runs the model on whole steps
+        # True to check only the loss, if the fit gives the model all samples of a step at once
+        self.loss_only = loss_only
         self.tol = 0.             # the largest relative difference that counts as rounding
         self.rows = n             # rows in the model's inputs: more than `n` if callbacks add rows
         # results of running the model; each difference is relative, and `None` if unknown
@@ -255,7 +256,7 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     else: self.predictions_off,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
-    # The predictions differ even if all modules that `find` could find are frozen. The other BatchNorm
+    # The predictions differ even with all modules frozen that `find` has found. The other BatchNorm
     # layers are at fault as well, because their outputs always depend on the other samples.
     self.depending += [m for m in batchnorms(model) if m in once.modules_that_ran and m not in frozen]
 

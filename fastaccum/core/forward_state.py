@@ -159,8 +159,8 @@ class ForwardState:
         for _,o in found: self.rng += generator_state(o)
 
     def _copy_buffers(self):
-        # `detach` copies without a graph. `no_grad` is not used, because if Ctrl-C interrupted its end,
-        # gradients would stay switched off.
+        # `detach` keeps the copy out of autograd's graph. So would `no_grad`, but if Ctrl-C came at the
+        # end of its block, gradients would stay switched off.
         for _,buffers in self.buffers:
             for b in buffers.values():
                 if b is None or b.is_inference(): continue

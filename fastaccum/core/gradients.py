@@ -134,8 +134,8 @@ class UndoBackward:
     "Restores the gradients from before a backward pass that failed in the middle"
     def __init__(self, params:list, empty:bool):
         self.before = GradVersions(params)   # tells later which gradients the backward pass has changed
-        # whether the gradients were zero or `None` before the backward pass, so that they can be
-        # restored by zeroing; true for the first micro-batch of a step
+        # Whether all gradients were zero or `None` before the backward pass, as in the first micro-batch
+        # of a step. If so, zeroing the gradients restores them.
         self.empty = empty
 
     @torch.no_grad()

@@ -90,7 +90,8 @@ def _batch_to_test(self:LossTrials, learn, micro):
     previous = self.waiting
     joined,self.waiting = pair(previous, learn)
     if previous is None and self.waiting is not None: return None,0
-    is_trial = self.waiting is None   # no loss is compared while this sample waits for the next one
+    # a micro-batch of one sample that waits for the next one is not tested yet, so it is no trial
+    is_trial = self.waiting is None
     if is_trial: self.n_left -= 1
     return (learn,1) if joined is None else (joined,2)
 
@@ -283,7 +284,8 @@ def try_parts(self:LossChanges, learn:Learner, counter:ItemCounter)->Probed:
 @patch
 def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     "Warn if a callback's change of the loss makes the run differ from the full-batch run, or may do so"
-    # fastai's own callbacks need no test: for example, `RNNRegularizer` adds a mean over samples
+    # fastai's own callbacks need no test: they scale the loss, or add a mean over samples, as
+    # `RNNRegularizer` does
     def is_fastais(cb): return type(cb).__module__.startswith('fastai.')
     found = [(cb,event) for cb,event,_ in micro.loss_changes if not is_fastais(cb)]
     if not found: return

@@ -44,8 +44,8 @@ class TargetCounter:
     """
     def __init__(self, ignore_index:int, weight:torch.Tensor|None=None, probs:bool=False,
         nan_grad:bool=True):
-        self.ignore_index = ignore_index   # the value of a target that is ignored
-        self.weight = weight               # a tensor with the weight of each class, or `None`
+        self.ignore_index = ignore_index
+        self.weight = weight
         # whether floating point targets are class probabilities, of which none is ignored: then the loss
         # is a mean over samples
         self.probs = probs
@@ -118,7 +118,8 @@ def _checked(size, read_tensor):
     A tensor on a GPU is only checked if `read_tensor`, because reading it synchronises the GPU.
     """
     if isinstance(size, torch.Tensor) and size.numel()==1:
-        # copying a tensor from CPU memory to a GPU would synchronise the GPU; a number is not copied
+        # return a number: in a calculation with the loss, a CPU tensor would be copied to the GPU, and
+        # this copy would synchronise the GPU
         if on_host(size): return _checked(size.item(), read_tensor)
         if read_tensor: _checked(size.item(), read_tensor)
         return size
@@ -139,7 +140,9 @@ class ItemCounter:
     def __init__(self, n_items:Callable|None=None):
         self.n_items = n_items    # `n_items(learn)` is the user's function that counts items, or `None`
         self.loss_func = None     # the loss function for which `count` was chosen
-        self.count = None         # function of the Learner that counts items; `None` for a sum
+        # `count(learn)` counts the items of a micro-batch; `None` before `choose`, and if the loss is a
+        # sum
+        self.count = None
         # whether `n_items` has already returned a valid number: only its first number is checked,
         # because a check synchronises the GPU
         self.is_checked = False
@@ -282,8 +285,8 @@ def sum_up(self:StepMean):
     if self.processes is None or self.processes.n==1: return
     self.items,self.losses,self.samples = self.processes.sum(self.items, self.losses, self.samples)
     self.samples = int(self.samples)
-    # A process without samples in the step has never called `measure`. The loss is a sum if the other
-    # processes have counted no items.
+    # A process without samples in the step has not called `measure`: set what `measure` would have set.
+    # If the other processes have counted no items, the loss is a sum.
     if self.current is None:
         self.current = Measured(0, 0, self.losses.float())
         self.is_sum = not self.items>0

@@ -161,8 +161,8 @@ def _run_parts(parts, state, bounds):
     """
     with state.again():
         for start,stop in bounds:
-            # start each part with the same random numbers: the outputs of a part may only differ if the
-            # model remembers an earlier part
+            # Draw the same random numbers for each part. Then an earlier part changes the outputs of the
+            # last part only if the model remembers the earlier part.
             set_rng_state(state.rng)
             parts.hidden.select(start, stop)
             out = parts.learn.model(*parts.part(start, stop)[0])
@@ -380,7 +380,7 @@ class Retries:
     def __init__(self, learn:Learner, limit:MicroBatchLimit):
         self.learn = learn
         self.limit = limit                # says how many samples a micro-batch may have
-        self.training = learn.training    # whether the batch is for training
+        self.training = learn.training
         # a stack of `Failed` micro-batches: each one is a part of the micro-batch that failed before it
         self.unfinished = []
         limit.forget_failure()

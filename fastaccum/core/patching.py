@@ -26,8 +26,8 @@ def uninterrupted(f:Callable):
 class Patch:
     "Replaces the method `name` of the object `o` by the function `f`, from `apply` until `undo`"
     def __init__(self, o:object, name:str, f:Callable):
-        self.o = o          # the object with the method
-        self.name = name    # the name of the method
+        self.o = o
+        self.name = name
         self.f = f
         self.original = None   # the method that `apply` has replaced, for calls in `f`
         # the value of `vars(o)[name]` before `apply`, or `None` if the method comes from the class of

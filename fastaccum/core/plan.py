@@ -52,7 +52,7 @@ class EqualSteps(Sequence):
         self.loaders = loaders         # the `LoaderSizes` of each process
         # for each process: its samples in a complete step, rounded up to whole batches
         self.full_sizes = full_sizes
-        self.n = n                     # number of steps in the epoch
+        self.n = n
         # samples that each process needs in a step, before rounding up to whole batches
         self.wanted_here = ceil(accum_bs/len(loaders))
 

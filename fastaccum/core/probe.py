@@ -139,8 +139,8 @@ def _gap(losses, sizes, is_sum):
     else: raise ValueError('the sizes of the parts do not add up to the size of the whole')
     weighted = [w*o for w,o in zip(weights, parts) if w]
     if not isfinite(whole): raise ValueError('the loss is not finite')
-    # According to `sizes`, each part in `weighted` has items, so a mean over these items is finite. If
-    # the loss of a part is not finite, the loss averages other items: return an infinite difference.
+    # By `sizes`, each part in `weighted` has items, so a mean over them is finite. If the loss of a part
+    # is not finite, it is a mean over other items than `sizes` counts: return an infinite difference.
     if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
     return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
 

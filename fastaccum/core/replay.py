@@ -79,7 +79,7 @@ class ReplayedForward:
         # not `model.training`, which may be False in a training batch, if the model is frozen
         self.training = cb.learn.training
         self.tensors = [o for o in leaves(args) if isinstance(o, torch.Tensor)]
-        # `id` of an input that needs a gradient -> the input, and the detached copy for the model
+        # `id` of an input that needs a gradient -> (the input, the detached tensor that the model gets)
         self.inputs = {}
         for x in self.tensors:
             if x.requires_grad and self.learns: self.inputs[id(x)] = x,x.detach().requires_grad_()
@@ -90,7 +90,7 @@ class ReplayedForward:
         self.states = []        # for each micro-batch: the `ForwardState` from which it starts
         # DDP models that exchange gradients after this backward pass; empty if DDP's exchange is off
         self.exchanges = []
-        # `forward` sets the following attributes, and `backward` reads them
+        # the next four attributes are set by `forward` and read by `backward`
         self.needs = []         # for each output of the final micro-batch, whether it needs a gradient
         # outputs of the final micro-batch, with their graph, until they are back-propagated
         self.last_outs = None
@@ -233,7 +233,8 @@ def _with_node(self:ReplayedForward, res, flat):
     only_half = not self.cb.limit.shrinks and not self.exchanges
     self.sums = GradSums(in_half(params) if only_half else params)
     at = [i for i,x in enumerate(res) if isinstance(x, torch.Tensor)]
-    # autograd adds a node to its graph only if an input of `apply` requires a gradient: `anchor` does
+    # Autograd adds a node to its graph only if an input of `apply` requires a gradient. The other inputs
+    # may not require one, so `anchor` does.
     anchor = torch.empty(0, requires_grad=True)
     new = _Predictions.apply(anchor, self, [res[i] for i in at], [self.needs[i] for i in at],
         *(x for x,_ in self.inputs.values()))

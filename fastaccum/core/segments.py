@@ -95,7 +95,9 @@ def _cut_run(seq, name, start, stop, finely):
     for a,b in zip(starts, [*starts[1:],stop]):
         part = children[a:b]
         n_modules = sum(not isinstance(o, _containers) for m in part for o in m.modules())
-        # skip parts whose recomputation saves no memory: a single module, or modules without parameters
+        # Skip a part whose recomputation would save no memory: a single module stores little more than
+        # its input, and modules without parameters, such as an activation function, store little as
+        # well.
         if n_modules<2 or not any(map(_has_params, part)): continue
         if b-a==len(children): yield Segment(name, [seq])
         elif b-a==1: yield Segment(_child_name(name, a), part)

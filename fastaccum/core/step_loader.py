@@ -78,9 +78,9 @@ class Step:
         self.n_here = plan.sizes[rank]          # samples of this process in the step
         self.n_all = sum(plan.sizes)            # samples of all processes in the step
         self.full = plan.full                   # samples of a complete step, over all processes
-        # This process ends the step after so many samples. Usually this is `wanted_here`, its part of
-        # the effective batch size; it is `n_here` if the epoch has fewer samples left. In a complete
-        # step, `n_here` is rounded up to whole batches, so `n_here` can be larger than `wanted_here`.
+        # Samples after which this process ends the step: `wanted_here`, its part of the effective batch
+        # size, or `n_here` if the epoch has fewer samples left. `n_here` may also be larger than
+        # `wanted_here`, because it is rounded up to whole batches.
         self.target = min(self.n_here, plan.wanted_here)
 
     def _refuse(self, *_):

@@ -52,7 +52,7 @@ class StepLoop:
         self.loss_trials = LossTrials(self.warn_once)   # tests whether the loss is a mean over samples
         self.differences = DifferenceWarnings(self.warn_once)   # warns of differences to a full-batch fit
         self.grad_check = GradCheck()            # notices changes of the gradients between micro-batches
-        self.log_rows = LogRows()                # corrects what TensorBoard and W&B log
+        self.log_rows = LogRows()                # makes TensorBoard and W&B log steps, not micro-batches
         self.last_loss = 0.                      # mean loss of the previous step
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
@@ -483,7 +483,7 @@ def run_parts(self:StepLoop,
             if is_part:
                 if training: self.differences.before_split(parts)
                 parts.select(start, stop)
-            # rows to samples: if callbacks have added rows, a micro-batch has more rows than samples
+            # convert rows to samples: if callbacks have added rows, there are more rows than samples
             n_samples_here = n*stop//n_rows-n*start//n_rows
             self.micro = MicroBatch(n_samples_here, start, stop)
             has_failed = bool(retries.unfinished)

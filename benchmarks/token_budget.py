@@ -11,7 +11,6 @@ import argparse, math, time
 import benchmarks
 from benchmarks import live
 import torch
-from functools import partial
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 from fastai.callback.core import Callback, CancelValidException

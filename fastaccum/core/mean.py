@@ -12,6 +12,7 @@ __all__ = ['plain_tensor', 'on_host', 'TargetCounter', 'find_n_items', 'ItemCoun
 import torch
 from collections.abc import Callable
 from functools import partial
+from math import isfinite
 from numbers import Real
 from types import MethodType
 from typing import NamedTuple
@@ -112,16 +113,17 @@ def find_n_items(loss_func:Callable)->Callable|None:
     return TargetCounter(ignore_index, weight, probs=is_ce, nan_grad=may_have_nan_grad)
 
 # %% ../../nbs/core/05_mean.ipynb #check
-def _checked(size, read_tensor):
+def _checked(size, read_tensor, loss=None):
     """Check `size`, a result of `n_items`, and return it; a tensor in CPU memory becomes a number
 
-    A tensor on a GPU is only checked if `read_tensor`, because reading it synchronises the GPU.
+    A tensor on a GPU is only checked if `read_tensor`, because reading it synchronises the GPU. If the
+    `loss` of the micro-batch is given, a size of 0 must go with it.
     """
     if isinstance(size, torch.Tensor) and size.numel()==1:
-        # return a number: in a calculation with the loss, a CPU tensor would be copied to the GPU, and
-        # this copy would synchronise the GPU
-        if on_host(size): return _checked(size.item(), read_tensor)
-        if read_tensor: _checked(size.item(), read_tensor)
+        # Return a number. A calculation of the loss with a CPU tensor would copy the tensor to the GPU,
+        # which synchronises the GPU.
+        if on_host(size): return _checked(size.item(), read_tensor, loss)
+        if read_tensor: _checked(size.item(), read_tensor, loss)
         return size
     if isinstance(size, bool) or not isinstance(size, Real):
         raise TypeError("`n_items` must return a number or a tensor with one element, got "
@@ -129,19 +131,25 @@ def _checked(size, read_tensor):
     if not 0<=size<float('inf'):
         raise ValueError(f"`n_items` must return a finite number, zero or more, got {size!r}"
             + more_link('size-function'))
+    # a mean over no items is NaN, or 0 if the loss function prevents the division by 0
+    if size==0 and loss is not None and loss and isfinite(loss):
+        raise ValueError("`n_items` must return a finite number above 0 for a micro-batch with a loss of "
+            f"{float(loss):.3g}, got 0, so nothing would be trained. Return the number of items that this "
+            "loss is a mean of"
+            + more_link('size-function'))
     return size
 
 class ItemCounter:
     """Counts the items of which the loss is a mean: samples, targets that are not ignored, or others
 
     TypeError: when called, if `n_items` does not return a number
-    ValueError: when called, if `n_items` returns a number that is negative or not finite
+    ValueError: when called, if `n_items` returns a number that is negative or not finite, or if its first
+        number is 0 although the loss is not
     """
     def __init__(self, n_items:Callable|None=None):
         self.n_items = n_items    # `n_items(learn)` is the user's function that counts items, or `None`
         self.loss_func = None     # the loss function for which `count` was chosen
-        # `count(learn)` counts the items of a micro-batch; `None` before `choose`, and if the loss is a
-        # sum
+        # `count(learn)` counts the items of a micro-batch; `None` for a sum, and before `choose`
         self.count = None
         # whether `n_items` has already returned a valid number: only its first number is checked,
         # because a check synchronises the GPU
@@ -158,12 +166,13 @@ class ItemCounter:
         "Whether the loss is a sum over samples, so that no items are counted"
         return self.count is None
 
-    def __call__(self, learn:Learner, n:int)->float|torch.Tensor:
-        "Return the number of items in the Learner's micro-batch of `n` samples"
+    def __call__(self, learn:Learner, n:int, loss:torch.Tensor|None=None)->float|torch.Tensor:
+        "Return the number of items in the Learner's micro-batch of `n` samples, whose mean loss is `loss`"
         if self.count is samples: return n_samples(learn.yb, n) or n
         items = self.count(learn)
         if self.n_items is None: return items
-        items = _checked(items, read_tensor=not self.is_checked)
+        is_first = not self.is_checked
+        items = _checked(items, read_tensor=is_first, loss=loss if is_first else None)
         self.is_checked = True
         return items
 
@@ -223,7 +232,7 @@ def measure(self:StepMean, learn:Learner, n:int)->float|torch.Tensor:
         return n/self.n_all
     # half precision is too coarse to add up losses
     if loss.dtype in (torch.float16,torch.bfloat16): loss = loss.float()
-    items = self.counter(learn, n)
+    items = self.counter(learn, n, loss)
     if self.expected is None:
         # `max` avoids a division by 0: `n` counts the loader's samples, so it is 0 for an empty batch
         # even if callbacks have added rows to the batch

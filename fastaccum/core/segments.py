@@ -95,9 +95,8 @@ def _cut_run(seq, name, start, stop, finely):
     for a,b in zip(starts, [*starts[1:],stop]):
         part = children[a:b]
         n_modules = sum(not isinstance(o, _containers) for m in part for o in m.modules())
-        # Skip a part whose recomputation would save no memory: a single module stores little more than
-        # its input, and modules without parameters, such as an activation function, store little as
-        # well.
+        # Skip a part whose recomputation would save little memory: a single module stores little more
+        # than its input, and so do modules without parameters, such as activation functions.
         if n_modules<2 or not any(map(_has_params, part)): continue
         if b-a==len(children): yield Segment(name, [seq])
         elif b-a==1: yield Segment(_child_name(name, a), part)

@@ -137,6 +137,8 @@ late = {'steps_by_itself','targets_not_counted'}
 for nm,f in dict(below=lambda l: -1, infinite=lambda l: float('inf'), text=lambda l: '4', many=lambda l: l.y).items():
     refused[f'size_{nm}'] = toy,lambda f=f: [acc(8, n_items=f)],(TypeError,ValueError),'`n_items` must return a'
     late.add(f'size_{nm}')
+refused['size_zero'] = toy,lambda: [acc(8, n_items=lambda l: 0)],ValueError,'number above 0 for a micro-batch with a'
+late.add('size_zero')
 
 @pytest.mark.parametrize('nm', refused)
 def test_learners_that_cannot_be_trained_are_refused_before_a_weight_changes(nm):

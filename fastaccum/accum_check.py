@@ -35,8 +35,12 @@ from .core.warnings import more_link
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    accum_bs:int|None=None, # Samples to compare; default: a step of the fit, or a batch of the loader
-    steps:int=0, # Steps to train, whole and in parts, to compare weights; 0: compare only gradients
+    # Samples in the batch that is compared; default: those in a step of the fit, or in a batch of the
+    # loader if no callback accumulates
+    accum_bs:int|None=None,
+    # Steps to train on whole batches, and as many on parts of them, to compare the weights; 0: compare
+    # only gradients
+    steps:int=0,
     cbs:Callback|list|None=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displays itself as a table
     """Run a batch whole and in micro-batches, compare the gradients, and find out why they differ
@@ -110,7 +114,7 @@ class _Setup:
         _check_cbs(learn, acc, self.cache)
         self.cbs = [o for o in (acc,self.cache,self.checkpoint) if o is not None]
         self.plan = plan = acc and acc.plan(learn.dls)   # the `Plan` that `acc` makes for a fit
-        self.n_items = acc and acc.n_items               # the user's function that counts a loss's items
+        self.n_items = acc and acc.n_items               # counts the items that the loss is a mean of
         limit = acc and acc.limit
         self.split = limit.split if limit else split     # `f(batch, start, stop, n)` selects samples
         # True if each batch of the loader is a step, and `acc` splits the batch into micro-batches
@@ -119,8 +123,8 @@ class _Setup:
             loader = plan.loaders[0]
             may_split = limit is not None and limit.splits(loader.bs)
             self.splits_batches = may_split and plan.accum_bs_at(0)==loader.bs
-        # True if each batch of the loader is a micro-batch; also for a Learner without our callbacks,
-        # whose batches the check accumulates
+        # True if each batch of the loader is a micro-batch. It is also True without fastaccum's
+        # callbacks, because `accum_check` then accumulates the loader's batches itself.
         self.loader_yields_parts = not self.splits_batches and (acc is not None or not self.cbs)
         # True if the loss sees all samples of a step at once
         self.loss_gets_whole = not (self.loader_yields_parts or self.splits_batches)
@@ -142,8 +146,8 @@ def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
         micro = self.plan.loaders[0].micro_bs
     elif bs: micro = cache_size
     if micro and micro<n: return n,micro,min(micro, cache_size or micro)
-    # 5 samples are the fewest that can be divided into unequal parts of at least two samples: compare 5
-    # samples if the loader's batches are smaller
+    # Parts should be unequal, and have at least 2 samples, because BatchNorm refuses 1: that takes 5
+    # samples. Compare 5 samples if the loader's batches are smaller.
     is_too_small = accum_bs is None and bs and bs<5<=(n_of(dl) or 0)
     if is_too_small: accum_bs = 5
     return accum_bs,None,None
@@ -169,7 +173,8 @@ class AccumCheck:
     rows:list[Row] # Rows of the table, one for each possible cause of a difference
     sizes:list[int] # Samples in each micro-batch
     layers:dict # Name of a parameter -> the relative difference of its gradients
-    remaining:dict # As `layers`, measured without the modules and callbacks at fault; empty if none were
+    # As `layers`, with modules at fault frozen and callbacks at fault left out; empty if there are none
+    remaining:dict
     too_many:int|None=None # Samples in a step of the fit, if a step does not fit in memory; else `None`
 
     @property
@@ -222,8 +227,7 @@ class _Diagnosis:
     def __init__(self, compare, setup, no_cbs):
         self.compare,self.setup = compare,setup
         self.model = compare.run.learn.model
-        # True if `accum_check` got no `cbs=`: then it has not seen callbacks that the user passes to
-        # `fit`
+        # True if `accum_check` got no `cbs=`, and so cannot know callbacks that are passed only to `fit`
         self.no_cbs = no_cbs
         self.whole = None        # `CaptureGrads` of a step on the whole batch; `None` if the step failed
         self.parts = None        # `CaptureGrads` of the step in micro-batches; `None` if the step failed
@@ -234,7 +238,8 @@ class _Diagnosis:
         # the largest relative difference of a parameter's gradient, between `whole` and `parts`; `None`
         # if unknown
         self.off = None
-        # like `off`, while modules that draw random numbers or compare samples are in evaluation mode
+        # like `off`, but measured while modules that draw random numbers, or whose output for a sample
+        # depends on the other samples of the batch, are in evaluation mode
         self.frozen_off = None
         # like `frozen_off`, and with the callbacks in `self.cbs` left out
         self.rest_off = None
@@ -269,7 +274,7 @@ def _probe_first_batch(self:_Diagnosis, n_items, **kwargs):
     probe = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, loss_only)
     try: compare.fit(False, compare.wholes[:1], [probe], **kwargs)
     except Exception:
-        # if `whole_and_parts` has failed as well, the table shows that failure, which is `compare.why`
+        # if `whole_and_parts` has failed as well, ignore this error: the table shows the other one
         if not compare.why: raise
     return probe
 
@@ -352,8 +357,8 @@ def _predictions_row(self:_Diagnosis):
     row = Row('predictions', probe.predictions_off, self.tol, probe.why)
     if row.off is None or row.ok: return row
     gradients_agree = self.off is not None and self.off<=self.tol
-    # the gradients agree, so only the predictions' shape differs, which does no harm: some models cut
-    # each micro-batch to the length of its longest sequence
+    # If the gradients agree, only the shape of the predictions differs, which does no harm: some models
+    # cut each micro-batch to the length of its longest sequence.
     if gradients_agree and not probe.remembering: return Row('predictions', self.off, self.tol)
     where = describe_modules(self.model, probe.depending)
     if probe.remembering:

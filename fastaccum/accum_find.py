@@ -98,8 +98,8 @@ def _measure(learn, acc, size, bs, n_steps, lr):
     n_batches = ceil((n_steps+20)*size/bs)
     settings = {}
     if acc is not None:
-        # Use a copy of the limit. The batches here have another size than in a fit, so if memory runs
-        # out, the limit of the fit must not shrink.
+        # `capped` returns a copy. If memory runs out with the batches here, whose size a fit does not
+        # use, the limit of the fit must not shrink.
         limit = None if acc.limit is None else acc.limit.capped(acc.micro_batch_size)
         settings = dict(n_items=acc.n_items, micro_batch_size=limit)
     noise = NoiseScale(1)
@@ -125,15 +125,15 @@ class FoundAccum:
     """
     def __init__(self, readings:list, micro_bs:int, n:int):
         n_samples = sum(o.samples for o in readings)
-        # `o.scale` is a number of items: the samples or targets that the loss is a mean of. The quotient
-        # converts it to samples.
+        # `o.scale` counts items: the samples or targets that the loss is a mean of. Dividing it by
+        # `items_per_sample` converts it to samples.
         items_per_sample = sum(o.size for o in readings)/n_samples
         self.readings = readings
         self.scales = [o.scale/items_per_sample for o in readings]
         self.scale = self.scales[-1]
         noise_hides_gradient = not np.isfinite(self.scale)
         best = readings[0].samples if noise_hides_gradient else self.scale
-        # a step has at most the samples of an epoch, without its incomplete last micro-batch
+        # a step can have at most the complete micro-batches of an epoch
         largest = max(1, n//micro_bs)*micro_bs
         self.capped = best>largest
         self.accum_bs = largest if self.capped else max(1, round(best/micro_bs))*micro_bs

@@ -50,8 +50,8 @@ class GradientAccumulation(QuietCallback):
     AccumulationWarning: in a fit, when the run differs or may differ from the full-batch run; once per
         fit for each cause
     """
-    # After `DistributedTrainer` (order 11): it replaces the loader by a `DistributedDL`, and the steps
-    # are made from the batches of that loader.
+    # 12: after `GradientClip` and `DistributedTrainer`, which have 11. `DistributedTrainer` replaces the
+    # loader by a `DistributedDL`, and the steps are made from the batches of that loader.
     order = GradientClip.order+1
     run_valid = False
     loop = None         # the `StepLoop`, which holds the state of the running or the last fit
@@ -182,8 +182,9 @@ def before_fit(self:GradientAccumulation):
     check_learner(learn)
     loop = self.loop = StepLoop(self, learn)
     if loop.finder is not None and loop.processes.n>1: keep_in_memory(loop.finder)
-    # An exported Learner that was loaded again has an empty loader, and no steps to plan. But one of
-    # several processes must go on, because the others wait for its numbers in `_plan_fit`.
+    # A Learner that was exported and loaded again has an empty loader, so there are no steps to plan.
+    # With several processes, go on: the others wait in `_plan_fit` for the sizes of this process's
+    # loader.
     if not len(learn.dls.train) and loop.processes.n==1: return
     check_processes(loop.processes, self._comms(), self.limit, loop.warn_once)
     plan = self._plan_fit(learn.dls.train)

@@ -59,7 +59,8 @@ class RecalibrateBN(QuietCallback):
     RuntimeError: when the fit begins, if there are several processes, and the model has SyncBatchNorm
     UserWarning: when the fit begins, if no BatchNorm layer learns statistics
     """
-    order = TrainEvalCallback.order+1   # before callbacks that validate or save the model
+    # first after `TrainEvalCallback`, so that callbacks that save the model save the new statistics
+    order = TrainEvalCallback.order+1
     run_bs_find = False
     # fastai would name the callback `recalibrate_bn`, and so hide the Learner's method of that name
     name = 'recalibrate_bn_callback'
@@ -190,7 +191,8 @@ class _Recalibration:
         # the layers whose statistics are estimated
         self.layers = [m for m in bn_layers(self.model) if _trains(m) and m not in frozen]
         if self.layers and world_size()>1: self._refuse_sync()
-        self.bs = _batch_size(learn, bs)   # samples in a batch; `None`: as many as the loader yields
+        # samples in a batch; `None`: use the loader's batches as they are
+        self.bs = _batch_size(learn, bs)
 
     @property
     def reason(self):

@@ -27,7 +27,8 @@ from .core.distributed import check_not_sharded, check_same, gather, world_size
 # %% ../nbs/06_bs_find.ipynb #bs-find
 @patch
 def bs_find(self:Learner,
-    mode:str='power', # 'power': double the size while it fits; 'binsearch': double, then search between
+    # 'power': double the size while it fits; 'binsearch': then also search between the last two sizes
+    mode:str='power',
     steps_per_trial:int=3, # Optimizer steps with each size; at least 2, because the first is not timed
     init_val:int=2, # Samples in the batch that is tried first
     max_trials:int=25, # Try at most this many sizes
@@ -103,7 +104,7 @@ class _TrialSteps(CountSteps):
     "Ends the fit after `n` steps, and measures the time that all batches but the first take"
     def __init__(self, n, device):
         super().__init__(n)
-        self.n_batches = 0    # batches so far
+        self.n_batches = 0
         self.secs = 0.        # duration of all batches but the slower first one, in seconds
         self.began = None     # `time.perf_counter()` when the running batch began, in seconds
         # a function that waits until the device has finished its kernels; does nothing on a CPU
@@ -149,7 +150,8 @@ def _try(run, size, n, is_last_resort):
         trial.speed = _train(run, size, n)
         trial.ok = True
     except Exception as e:
-        # of an out-of-memory error, keep only the message: the traceback would keep the batch in memory
+        # Keep the message of each error, but not an out-of-memory error itself: its traceback would keep
+        # the batch in memory.
         trial.error = f'{type(e).__name__}: {e}'
         if not (is_out_of_memory(e) or is_last_resort): error = e
     if world_size()>1: error = _compare_processes(trial, error, run.device)

@@ -56,8 +56,8 @@ class ActivationCheckpoint(PatchingCallback):
         if self.learn is None: return Segments()
         return find_segments(unwrapped(self.learn.model), self.given)
 
-    # If `learn.export()` is called in a fit, the pickled model has its original `forward` methods, so
-    # the pickled callback has no patches to undo
+    # Leave out the patches when the callback is pickled: if `learn.export()` is called in a fit, the
+    # pickled model has its original `forward` methods, so there is nothing to undo.
     def __getstate__(self): return vars(self)|dict(patches=())
 
 # %% ../nbs/04_checkpoint.ipynb #check

@@ -48,7 +48,7 @@ class NoiseScale(PatchingCallback):
 
 # %% ../nbs/07_noise_scale.ipynb #estimate
 def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
-    """Return unbiased estimates of tr Σ and |G|² for a step of `k` micro-batches with `n` items in total
+    """Return unbiased estimates of tr Σ and |G|² for a step of `k` micro-batches with `n` items
 
     tr Σ is the variance of one item's gradient, summed over its coordinates, and G is the gradient
     without noise. `squares` is the sum of n_i |g_i|² over the micro-batches (n_i items, gradient g_i),
@@ -105,8 +105,8 @@ def describe(scale:float, size:float, unit:str='samples')->str:
     if np.isinf(scale):
         return (f"noise scale: too large to measure. At {size:,.0f} {unit} per step, noise hides the "
             "gradient, so larger steps would waste little. Measure more steps for an estimate")
-    # Training to the same loss needs `step_factor` times as many steps as training in very large steps,
-    # and `item_factor` times as many items as training in very small steps
+    # To reach the same loss, training in steps of `size` needs `step_factor` times as many steps as
+    # training in very large steps, and `item_factor` times as many items as in very small steps
     step_factor = 1+scale/size
     item_factor = 1+size/scale if scale else float('inf')
     return (f"noise scale ≈ {rounded(scale)} {unit}: with {size:,.0f} per step you need "
@@ -211,9 +211,9 @@ def after_backward(self:NoiseScale):
     if not self.norms: return
     step = self.acc.current_step
     samples,size,_ = step.mean.current
-    # If the loss is a mean, `size` times its gradient is the gradient of the sum. But unless
-    # `weighs_grads`, the loss was multiplied by `size/expected` before the backward pass, so only the
-    # factor `expected` is missing.
+    # `to_sum` turns a micro-batch's gradient into the gradient of the sum of its items' losses. For a
+    # mean loss, that takes the factor `size`, or `expected` if the loss has been multiplied by the
+    # micro-batch's share, which is `size/expected`.
     if step.mean.is_sum: size,to_sum = samples,1.
     else: to_sum = size if step.weighs_grads else step.mean.expected
     scaler = vars(self.learn).get('scaler')
@@ -274,7 +274,7 @@ def after_step(self:NoiseScale):
 @patch
 def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     "Add a reading of `k` micro-batches with `n` samples, or warn why the step cannot be measured"
-    # a gradient has overflowed, or `_note_norm` has marked the step: measure the next step instead
+    # if a gradient has overflowed, or `_note_norm` has set a norm to NaN, measure the next step instead
     if not np.isfinite([squares,mean_sq]).all(): return
     self.steps_until_measured = self.every   # `after_step` subtracts 1 per step, also for this step
     if round(n)<mean.samples:
@@ -287,8 +287,9 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     # divide to get the squared norm of the mean of these gradients
     if mean.is_sum: mean_sq /= size**2
     trace,grad_sq = estimate(squares, mean_sq, size, k)
-    # `trace` estimates a variance: it is at least 0, unless a callback has changed the step's gradient.
-    # Rounding makes `trace*(k-1)` negative by less than a tenth of `squares`, even in bfloat16
+    # `trace` estimates a variance. It can only be negative by rounding, which makes `trace*(k-1)`
+    # negative by less than a tenth of `squares`, even in bfloat16, or if a callback has changed the
+    # gradient.
     was_gradient_changed = trace*(k-1)<-.1*squares
     if was_gradient_changed:
         return self._warn("the step's gradient is longer than its micro-batches' gradients add up to, "
@@ -316,8 +317,8 @@ def grad_sq(self:NoiseScale)->float: # 0 or less if noise hides the gradient; Na
     return float(self.readings[-1].averages[1]) if self.readings else float('nan')
 
 @patch(as_prop=True)
-def noise_scale(self:NoiseScale)->float: # In `unit`; infinite if noise hides the gradient
-    "The number of samples at which the noise of their mean gradient is as large as the gradient"
+def noise_scale(self:NoiseScale)->float: # Infinite if noise hides the gradient
+    "The number of items (`unit`) at which the noise of their mean gradient is as large as the gradient"
     return scale_of(self.trace, self.grad_sq)
 
 @patch

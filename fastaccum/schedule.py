@@ -67,8 +67,8 @@ def as_annealer(schedule:Callable, start:int, end:int)->Callable:
     hint = ("give an annealer `f(start, end)` that returns a function of the position, such as "
         "`SchedCos`, or a function of the position alone")
     try:
-        # `inspect.signature` raises a ValueError for some functions written in C. Whether they take two
-        # arguments shows when `schedule` is called below
+        # `inspect.signature` raises a ValueError for some functions written in C. For these, the call of
+        # `schedule` below shows whether they take two arguments.
         with suppress(ValueError):
             params = inspect.signature(schedule).parameters.values()
             positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY,p.POSITIONAL_OR_KEYWORD)]
@@ -172,7 +172,9 @@ class GradientAccumulationSchedule(_Scheduled):
         final_accum_bs:int, # Samples per optimizer step after `finish`
         start:int|float=0, # Start of the change: epoch (int) or fraction of training
         finish:int|float=0.3, # End of the change: epoch (int) or fraction of training
-        schedule:Callable=SchedCos, # A fastai annealer, or `f(pct)`: samples per step at `pct` (0 to 1)
+        # A fastai annealer; or `f(pct)`, which returns the samples per step when the fraction `pct` of
+        # the change is over
+        schedule:Callable=SchedCos,
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`

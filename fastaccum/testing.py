@@ -30,7 +30,7 @@ def both_runs(
     micro:int=4, # Samples in a micro-batch
     accum_bs:int=16, # Samples in a step: the batch size of the full-batch run
     fit:Callable|None=None, # `fit(learn, cbs)` trains the Learner; defaults to `one_cycle`
-    make:Callable|None=None, # `make(bs, whole=…, seed=…)` returns a Learner; default: `toy`
+    make:Callable|None=None, # `make(bs, whole=…, seed=…)` returns a Learner, like the default `toy`
     acc:dict|None=None, # Arguments of the accumulation callback besides `accum_bs`
     acc_cls:type=GradientAccumulation, # The class of the accumulation callback
     cbs:Callable=list, # `cbs()` returns a list of new callbacks, to be added in both fits
@@ -104,7 +104,7 @@ class Ordered:
     def __init__(self, n:int, keep:int, shuffle:bool, seed:int):
         self.n = n               # samples in the dataset
         self.keep = keep         # samples in an epoch, which leaves out the other samples of the dataset
-        self.shuffle = shuffle   # whether the order is random
+        self.shuffle = shuffle
         self.rng = Random(seed)  # goes on from epoch to epoch, so that each epoch has another order
 
     def __call__(self)->list[int]:

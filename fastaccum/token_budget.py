@@ -178,14 +178,17 @@ class TokenBudget(MicroBatchLimit):
     UserWarning: in a fit, when a row is longer than the budget
     """
     is_even = False
-    # The model's outputs with and without padding are compared once per fit. This is the `WarnOnce` of
-    # the last fit that did so: another fit has another `WarnOnce`, and compares the outputs again
+    # The `WarnOnce` of the last fit in which the model's outputs with and without padding were compared.
+    # Each fit has its own `WarnOnce`, so a fit with another one compares the outputs again.
     warn_once_of_comparison = None
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
     def __init__(self,
         max_tokens:int, # The most tokens in a micro-batch, padding included
-        *, pad_id:int|None=None, # Id of the padding token; needed only without an `attention_mask`
-        length:Callable|None=None # `length(batch)` returns the number of tokens in each row of a batch
+        # Id of the padding token; needed only if there is no `attention_mask` and no `length`
+        *, pad_id:int|None=None,
+        # `length(batch)` returns the number of tokens in each row, without padding; by default, the
+        # `attention_mask` or `pad_id` shows where the padding is
+        length:Callable|None=None
     ):
         super().__init__()
         self.max_tokens = check_count('max_tokens', max_tokens, 'token')
@@ -261,7 +264,7 @@ def _outputs(model, xb):
     "Run the model without dropout and autocast, restore its state, and return its output's tensors"
     state = ForwardState(model.modules())
     try:
-        with state.again():   # restores the model's state and autocast at its end
+        with state.again():   # when the block ends, the model's state and autocast are restored
             for m in state.modules: m.training = isinstance(m, _BatchNorm) and m.training
             for kind in ('cpu',*(o.type for o in state.devices)): torch.set_autocast_enabled(kind, False)
             out = model(*xb)
@@ -299,7 +302,7 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
             # some language models have no output for the first or for the last token
             n_without_output = division.width-y.shape[1]
             has_columns = n_without_output in (0,1) and x.shape[:2]==mask[:,n_without_output:].shape
-            # do not compare outputs that do not have a column for each token, such as attention weights
+            # skip outputs whose second dimension does not count tokens, such as attention weights
             if not has_columns: continue
             is_token = mask[:,n_without_output:] & mask[:,:mask.shape[1]-n_without_output]
             is_token = is_token.reshape(*is_token.shape, *[1]*(x.ndim-2))

@@ -30,9 +30,9 @@ def part_sizes(n:int, most:int|None=None)->list[int]:
         second = n//2-1 if n>5 and n%2==0 else n//2
         return [n-second,second] if second else [n]
     n_full,rest = divmod(n, most)
-    # Without a rest, all parts are equal, which hides some differences. A part of a single sample may
-    # fail in BatchNorm. In both cases, divide the rest and the last full part into two or three unequal
-    # parts.
+    # If the rest is 0, all parts are equal, which hides a wrong weighting of the parts. If it is 1, the
+    # last part is a single sample, which BatchNorm refuses. In both cases, divide the last `most+rest`
+    # samples into two or three unequal parts.
     if rest<2 and most>2:
         n_full,rest = n_full-1,most+rest
         return [most]*n_full+part_sizes(rest)
@@ -140,7 +140,7 @@ class Compare:
     "Runs the Learner's fit on a whole batch and on parts of the batch, and compares the gradients"
     def __init__(self,
         run:DryRun, # Runs fits of the Learner
-        make_cbs:Callable, # `make_cbs(n, sizes)` returns callbacks that run `n` samples in these parts
+        make_cbs:Callable, # `make_cbs(n, sizes)`: callbacks that run `n` samples in parts of these sizes
         loader_yields_parts:bool=True, # Whether the loader yields parts; if not, callbacks split batches
         split:Callable=split, # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
         bs:int|None=None, # Samples in the whole batch; defaults to the loader's batch size
@@ -223,8 +223,8 @@ def _try_step(self:Compare, in_parts):
     try: return self.step(in_parts)
     except Exception as e:
         is_ours = more_link('') in str(e)
-        # raise an error of fastaccum, because its message names a remedy; but do not raise it for parts,
-        # because `whole_and_parts` tries other sizes of parts, which may work
+        # If `e` is an error of fastaccum, raise it again, because its message names a remedy. For parts,
+        # do not raise it, because `whole_and_parts` tries other sizes of parts, which may work.
         is_ours_for_whole = is_ours and not in_parts
         if is_out_of_memory(e) or is_ours_for_whole: raise
         try: self.step(in_parts)

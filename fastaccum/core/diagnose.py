@@ -168,7 +168,7 @@ class FirstBatchProbe(QuietCallback):
         self.n,self.sizes = n,sizes   # samples in the batch, and in each of its parts
         self.split = split            # `split(batch, start, stop, n)` returns samples `start` to `stop`
         self.counter = ItemCounter(n_items)   # counts the items of which the loss is a mean
-        # True to check only the loss, if the fit gives the model all samples of a step at once
+        # True if the fit gives the model all samples of a step at once: then only the loss is checked
         self.loss_only = loss_only
         self.tol = 0.             # the largest relative difference that counts as rounding
         self.rows = n             # rows in the model's inputs: more than `n` if callbacks add rows
@@ -188,8 +188,8 @@ class FirstBatchProbe(QuietCallback):
         # the loss with respect to the predictions. `None` if unknown.
         self.loss_off = None
         self.loss_why = ''        # why `loss_off` is unknown
-        # `loss_off`, if a fit with parts of the equal `sizes` would not show this difference; otherwise
-        # 0
+        # `loss_off`, if a fit does not show this difference because all its parts have the same size;
+        # otherwise 0
         self.hidden_loss = 0.
 
 # %% ../../nbs/core/28_diagnose.ipynb #first-events
@@ -227,7 +227,7 @@ def after_pred(self:FirstBatchProbe):
 def _probe_model(self:FirstBatchProbe, model, xb):
     "Find modules that make predictions differ with another seed, in a second run, or in parts"
     self.rows = n_samples(xb, self.n)
-    # if a callback has added rows to the batch, `self.sizes` do not add up: choose other sizes
+    # if a callback has added rows, the sum of `self.sizes` is not the number of rows: choose other sizes
     sizes = self.sizes if self.rows==self.n else part_sizes(self.rows)
     parts = [self.split(xb, *o, self.rows) for o in bounds(sizes)]
     trace = partial(ModuleTrace, model, ForwardState(model.modules()))
@@ -256,8 +256,8 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     else: self.predictions_off,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
-    # The predictions differ even with all modules frozen that `find` has found. The other BatchNorm
-    # layers are at fault as well, because their outputs always depend on the other samples.
+    # The predictions differ although all modules in `frozen` are frozen. BatchNorm layers outside
+    # `frozen` are at fault as well, because a sample's output always depends on the other samples.
     self.depending += [m for m in batchnorms(model) if m in once.modules_that_ran and m not in frozen]
 
 # %% ../../nbs/core/28_diagnose.ipynb #blame
@@ -284,8 +284,8 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
     needed = [o for o in remaining if o not in found]
     has_other_cause = len(found)<2 or off_without(*found)>tol
     if has_other_cause: return [o for o in found if remaining[o]<off/2],needed
-    # If all callbacks in `found` are left out, the gradients agree, but some of them may be innocent.
-    # Take a callback out of `found` if the gradients still agree when the fit includes it.
+    # Without all callbacks in `found`, the gradients agree, but some of these callbacks may be harmless.
+    # Remove a callback from `found` if the gradients agree when it runs and the others are left out.
     for o in [*found]:
         if off_without(*[x for x in found if x is not o])<=tol: found.remove(o)
     return found,[]
@@ -294,7 +294,7 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
 class Row(NamedTuple):
     "A possible cause of a difference to the full-batch run"
     what:str # The name of the cause
-    off:float|None # The relative difference to the full-batch run; `None` if it could not be checked
+    off:float|None # Relative difference from the full-batch run, usually in gradients; `None` if unknown
     tol:float # The largest difference that counts as rounding
     where:str = '' # The layers, callbacks or loader at fault; or why nothing could be checked
     remedy:str = '' # The remedy, in words or code; 'none: …' if nothing helps

@@ -55,9 +55,9 @@ class DifferenceWarnings:
         self.warn_once = warn_once
         # each of these checks is made only once per fit
         self.checked_fit = False   # whether layers, loader and callbacks were checked
-        # whether modules were checked for a state kept from one micro-batch to the next
+        # whether modules were checked for a state kept from one batch of the loader to the next
         self.checked_state = False
-        # whether the model was checked for a state kept from one part of a split batch to the next
+        # whether the model was checked for a state kept between micro-batches of one batch that is split
         self.checked_parts = False
         # set by `begin_epoch` in each epoch
         self.processes = None   # the processes that train together
@@ -266,7 +266,8 @@ def larger_batch(self:DifferenceWarnings, n:int):
 @patch
 def more_batches(self:DifferenceWarnings, n_steps:int):
     "Warn that the loader yields more batches than the `n_steps` planned steps need"
-    # do not warn twice of one cause: `larger_batch` has warned that batches are larger than planned
+    # If batches are larger than planned, the steps need fewer of them, so some are left. `larger_batch`
+    # has warned of this already.
     if 'larger-batches' in self.warn_once.given: return
     self.warn_once('more-batches', "the training loader yields more batches than its `__len__` "
         f"says, so learning rates are planned for {n_steps} steps only, and the last of these may be "

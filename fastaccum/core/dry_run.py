@@ -137,7 +137,7 @@ class CountSteps(QuietCallback):
     "Counts optimizer steps, and ends the fit after `most` steps, or before validation"
     order,run_valid = 1000,False   # last: the exception that ends the fit skips later callbacks
     def __init__(self, most:float=float('inf'), tick:Callable=noop):
-        self.most = most    # number of steps after which the fit ends
+        self.most = most
         self.tick = tick    # function to call after each step
         self.n_steps = 0
     # fastai calls `after_step` even after a cancelled step: subtract the one that `after_step` will add

@@ -101,9 +101,8 @@ _constants = {int,float,bool,str,bytes,type(None),torch.device,torch.dtype}
 _generators = torch.Generator,np.random.Generator,np.random.RandomState,random.Random
 # types whose objects, or the objects in them, may change in a forward pass
 _stateful = *_containers,tuple,torch.Tensor,*_generators
-# names of attributes that `ForwardState.attrs` leaves out: PyTorch's own (other attributes note the
-# flags and buffers), and the functions that `ActivationCheckpoint` or `GradientCache` replaces during a
-# fit
+# names of a module's attributes that `ForwardState.attrs` leaves out: PyTorch's own, such as buffers
+# (noted in `ForwardState.buffers`), and functions that `ActivationCheckpoint` or `GradientCache` replace
 _not_state = vars(nn.Module()).keys()|{'forward','_compiled_call_impl'}
 
 def _find_state(todo, in_objects=False):

@@ -28,14 +28,15 @@ class LogRows:
         self.n_seen = None
         self.wandb = []         # the Learner's callbacks for W&B, found once per epoch
         self.tensorboard = []   # the Learner's callbacks for TensorBoard, found once per epoch
-        self.to_log = []        # the Learner's callbacks with a method `to_log`, found once per epoch
-        self.n_rows = 0         # number of micro-batches in the epoch
+        # the Learner's callbacks whose `to_log` returns more values to log, found once per epoch
+        self.to_log = []
+        self.n_rows = 0         # micro-batches in a whole epoch; fastai would log each of them
         self.began = 0.         # when the step began, in seconds of `time.perf_counter`
         # number of recorded losses minus number of completed steps; more than 0 if the losses of
         # micro-batches are recorded (`log_accum_batch=False`)
         self.n_more_rows = 0
-        # How much more than the number of steps `learn.train_iter` is now: `n_more_rows` while it counts
-        # recorded losses (see `count_rows`), otherwise 0.
+        # `learn.train_iter` minus the number of steps: `n_more_rows` while `train_iter` counts recorded
+        # losses (see `count_rows`), otherwise 0
         self.n_added = 0
 
     def begin_epoch(self, learn:Learner, n_rows:int):

@@ -38,8 +38,8 @@ class LossTrials:
     def __init__(self, warn_once:WarnOnce):
         self.warn_once = warn_once
         self.n_left = 0       # trials left in this epoch
-        # a `ChangedAttrs`, which finds the attributes that callbacks have set since the loader yielded
-        # the current batch
+        # a `ChangedAttrs`: finds attributes of the Learner and its callbacks that were set since the
+        # loader yielded the current batch
         self.attrs = None
         # (predictions, targets, inputs) of a micro-batch of one sample, which cannot be split: it is
         # joined with the next micro-batch, to test both as one batch. `None` if no sample waits.
@@ -186,8 +186,8 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     parts = leaves((*learn.yb,*learn.xb))
     def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
     labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
-    # Reading labels synchronises the GPU as a trial does, so it uses up one of the `n_left` trials.
-    # `_batch_to_test` has not counted it if the micro-batch is a single sample that waits for the next.
+    # Reading labels synchronises the GPU, so it counts as a trial. `_batch_to_test` has already counted a
+    # trial, unless the micro-batch is a single sample that waits for the next one.
     if labels and self.waiting is not None: self.n_left -= 1
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()
@@ -209,8 +209,9 @@ class LossChanges:
         self.changes = changes   # pairs: (callback, name of the event in which it changed the loss)
         self.added = []          # the terms that the callbacks have added to the loss, one for each part
         cbs = {id(cb):cb for cb,_ in changes}.values()
-        # Pairs: (dict of a callback's attributes, copy of the dict without the Learner). The copy is
-        # restored before each part of the micro-batch, because the callback may change its attributes.
+        # Pairs: (dict of a callback's attributes, copy of the dict without the Learner). Before each
+        # part of the micro-batch, the attributes are restored from the copy, because the callback may
+        # change them.
         self.attrs_of_cbs = [(vars(cb),{k:o for k,o in vars(cb).items() if k!='learn'}) for cb in cbs]
         # (dict that contains the attribute, its name, its value) for each attribute that callbacks have
         # set for this batch and that has a row for each sample, such as MixUp's factors
@@ -290,8 +291,8 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     found = [(cb,event) for cb,event,_ in micro.loss_changes if not is_fastais(cb)]
     if not found: return
     outputs = [o.grad_fn for o in leaves(micro.pred) if isinstance(o, Tensor)]
-    # If the last change of the loss made it an output of the model, the model computes the loss. A trial
-    # with parts does not run the model, so only compare the numbers of labels of the samples.
+    # If a callback replaced the loss by an output of the model, the model computes the loss. A trial
+    # does not run the model, so it cannot test this loss: only compare the samples' numbers of labels.
     if micro.loss_changes[-1][2] in outputs:
         return self._warn_of_uneven_labels(Probed(None), learn, micro, mean)
     names = ' and '.join(dict.fromkeys(type(cb).__name__ for cb,_ in found))

@@ -47,8 +47,8 @@ class TargetCounter:
         nan_grad:bool=True):
         self.ignore_index = ignore_index
         self.weight = weight
-        # whether floating point targets are class probabilities, of which none is ignored: then the loss
-        # is a mean over samples
+        # whether floating point targets are class probabilities, to which `ignore_index` does not apply:
+        # the loss is then a mean over all samples
         self.probs = probs
         # whether the loss function may have the gradient NaN instead of 0 if all targets are ignored
         self.nan_grad = nan_grad
@@ -65,7 +65,7 @@ class TargetCounter:
                 "function of the Learner that returns the number of targets that are not ignored"
                 + more_link('targets-not-counted'))
         y = plain_tensor(y)
-        # compared with targets in uint8, an `ignore_index` of -100 would be 156
+        # in a comparison with uint8 targets, PyTorch would convert an `ignore_index` of -100 to 156
         if y.dtype==torch.uint8: y = y.long()
         if self._of_samples(y): return find_bs(y)
         if self.weight is not None:
@@ -120,8 +120,8 @@ def _checked(size, read_tensor, loss=None):
     `loss` of the micro-batch is given, a size of 0 must go with it.
     """
     if isinstance(size, torch.Tensor) and size.numel()==1:
-        # Return a number. A calculation of the loss with a CPU tensor would copy the tensor to the GPU,
-        # which synchronises the GPU.
+        # Return a number: to calculate the loss with a CPU tensor, PyTorch would copy the tensor to the
+        # GPU, and this copy would synchronise the GPU.
         if on_host(size): return _checked(size.item(), read_tensor, loss)
         if read_tensor: _checked(size.item(), read_tensor, loss)
         return size
@@ -133,9 +133,9 @@ def _checked(size, read_tensor, loss=None):
             + more_link('size-function'))
     # a mean over no items is NaN, or 0 if the loss function prevents the division by 0
     if size==0 and loss is not None and loss and isfinite(loss):
-        raise ValueError("`n_items` must return a finite number above 0 for a micro-batch with a loss of "
-            f"{float(loss):.3g}, got 0, so nothing would be trained. Return the number of items that this "
-            "loss is a mean of"
+        raise ValueError("`n_items` must return a finite number above 0 for a micro-batch with a loss "
+            f"of {float(loss):.3g}, got 0, so nothing would be trained. Return the number of items "
+            "that this loss is a mean of"
             + more_link('size-function'))
     return size
 
@@ -143,8 +143,8 @@ class ItemCounter:
     """Counts the items of which the loss is a mean: samples, targets that are not ignored, or others
 
     TypeError: when called, if `n_items` does not return a number
-    ValueError: when called, if `n_items` returns a number that is negative or not finite, or if its first
-        number is 0 although the loss is not
+    ValueError: when called, if `n_items` returns a number that is negative or not finite, or if its
+        first number is 0 although the loss is not
     """
     def __init__(self, n_items:Callable|None=None):
         self.n_items = n_items    # `n_items(learn)` is the user's function that counts items, or `None`
@@ -167,7 +167,7 @@ class ItemCounter:
         return self.count is None
 
     def __call__(self, learn:Learner, n:int, loss:torch.Tensor|None=None)->float|torch.Tensor:
-        "Return the number of items in the Learner's micro-batch of `n` samples, whose mean loss is `loss`"
+        "Return the number of items in the micro-batch of `n` samples, whose mean loss is `loss`"
         if self.count is samples: return n_samples(learn.yb, n) or n
         items = self.count(learn)
         if self.n_items is None: return items
@@ -198,7 +198,7 @@ class StepMean:
         self.processes = processes  # the processes that train together; `None`: a single process
         # loss of the previous step: recorded instead of NaN if all targets of this step are ignored
         self.last_loss = last_loss
-        # the next five attributes are totals of the micro-batches so far, updated by `add`
+        # the next five attributes describe the micro-batches so far; `add` updates them
         self.n_micro_batches = 0
         self.samples = 0
         self.items = 0              # samples or targets that the mean covers; 0 if the loss is a sum
@@ -295,7 +295,7 @@ def sum_up(self:StepMean):
     self.items,self.losses,self.samples = self.processes.sum(self.items, self.losses, self.samples)
     self.samples = int(self.samples)
     # A process without samples in the step has not called `measure`: set what `measure` would have set.
-    # If the other processes have counted no items, the loss is a sum.
+    # For a sum, processes count no items, so a count of 0 shows that the loss is a sum.
     if self.current is None:
         self.current = Measured(0, 0, self.losses.float())
         self.is_sum = not self.items>0
@@ -326,7 +326,6 @@ def correction(self:StepMean)->float|torch.Tensor:
 class KeptLosses:
     "Averages over a step the attributes of the loss function that fastai's `LossMetric` reads"
     def __init__(self, learn:Learner):
-        # names of the attributes of the loss function that a `LossMetric` reads
         self.names = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}
         # name of an attribute -> (sum over micro-batches of value times samples, sum of samples)
         self.sums = {}
@@ -360,8 +359,9 @@ def join_outputs(learn:Learner, outs:list):
     if not len(learn.yb): return
     if items[0] is None: learn.loss = sum(losses)
     else:
-        items = [float(o) for o in items]   # synchronises the GPU
+        items = [float(o) for o in items]   # synchronises the GPU, once for all parts of the batch
         total = sum(items)
-        # if all targets are ignored, take the loss of the first part: it is usually NaN, as in fastai
+        # if all targets are ignored, take the loss of the first part. It is usually NaN, and so is the
+        # loss that fastai computes for the whole batch
         learn.loss = sum(o*n for o,n in zip(losses, items) if n)/total if total else losses[0]
     learn.loss_grad = learn.loss

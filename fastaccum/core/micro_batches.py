@@ -33,7 +33,7 @@ class HiddenRows:
         self.n = n
         self.rnns = [m for m in model.modules() if hasattr(m, '_change_hidden')]   # [] for other models
         for m in self.rnns:
-            # `AWD_LSTM` itself resizes its state in this way when a batch has another size
+            # the state must have `n` rows: resize it, as `AWD_LSTM` does when a batch has another size
             if m.bs!=n: m._change_hidden(n)
         self.whole = [m.hidden for m in self.rnns]   # for each RNN, its state before the batch
         self.parts = []                              # for each micro-batch so far, the states after it
@@ -344,7 +344,7 @@ class MicroBatch:
         # for each change of the loss by a callback: (callback, event, `grad_fn` of the changed loss)
         self.loss_changes = []
         self.share = 1.         # weight of this micro-batch's loss in the mean loss of the step
-        self.has_share = False  # whether `before_backward` has set the share
+        self.has_share = False  # whether `share` was set in `GradientAccumulation.before_backward`
         # whether the backward pass has run; a micro-batch without one is left out of the step
         self.ran = False
         self.batch = None       # inputs and targets of the micro-batch, if the Learner's batch is split
@@ -366,8 +366,8 @@ def explain_split(k:int, n:int):
 class Failed(NamedTuple):
     "A micro-batch for which memory ran out, kept until all of its samples have run again"
     stop:int   # The row after the last row of the micro-batch
-    # A pair (parameter, gradient) for each gradient that the backward pass had completed before memory
-    # ran out: all samples of the micro-batch were added to it.
+    # (parameter, gradient) pairs of the gradients that were complete when memory ran out. They cover all
+    # samples of the micro-batch, so a repeated run must not add to them again.
     grads:list
 
 # %% ../../nbs/core/12_micro_batches.ipynb #runs
@@ -401,9 +401,8 @@ class Retries:
         learn = self.learn
         state = ForwardState(learn.model.modules())
         for failed in self.unfinished:
-            # The failed backward pass had already added this micro-batch to the gradients in
-            # `failed.grads`. To count it only once, run it with empty gradients, which `_succeeded` then
-            # replaces by `failed.grads`.
+            # `failed.grads` already contain the gradients of this micro-batch. To count them only once,
+            # run it with empty gradients, which `_succeeded` then replaces by `failed.grads`.
             for p,_ in failed.grads: p.grad = None
         undo_backward = UndoBackward(params_of(learn.opt) if self.training else [], first)
         def undo():

@@ -29,7 +29,7 @@ class Patch:
         self.o = o
         self.name = name
         self.f = f
-        self.original = None   # the method that `apply` has replaced, for calls in `f`
+        self.original = None   # the method that `apply` has replaced, so that `f` can call it
         # the value of `vars(o)[name]` before `apply`, or `None` if the method comes from the class of
         # `o`: `undo` then only deletes `f`
         self.own_attr = None

@@ -42,7 +42,7 @@ class LoaderSizes(NamedTuple):
 class PlannedStep(NamedTuple):
     "The sizes of one planned step, in samples"
     sizes:tuple # Samples that each process trains on in this step
-    full:int # Samples of a complete step, over all processes, rounded up to whole batches
+    full:int # Samples of a complete step, over all processes; whole batches, unless batches are split
     wanted_here:int # Samples after which a process ends the step: its part of the effective batch size
 
 # %% ../../nbs/core/00_plan.ipynb #equal
@@ -83,16 +83,16 @@ class Plan:
         # effective batch size in samples over all processes, or a schedule: a function that returns the
         # effective batch size at a `Position`
         self.accum_bs = accum_bs
-        self.n_epoch = n_epoch          # epochs of the training run
+        self.n_epoch = n_epoch
         self.drop_last = drop_last      # whether the incomplete last step of an epoch is left out
         # whether an incomplete step is kept in spite of `drop_last` if its epoch has no other step
         self.never_empty = never_empty
-        # how the summary describes the splitting of batches, such as 'split where memory runs out';
-        # empty if the micro-batch size is fixed
+        # how the printed summary describes the splitting of batches: 'split where memory runs out', for
+        # example; empty if the micro-batch size is fixed
         self.split_words = split_words
         self._epochs = {}               # cache: the number of an epoch -> its steps
-        # cache for `steps_before`: item `i` is the number of steps before epoch `i`, if they differ by
-        # epoch
+        # cache for `steps_before`, if epochs have different numbers of steps: item `i` is the number of
+        # steps before epoch `i`
         self._starts = [0]
 
     @property

@@ -113,7 +113,8 @@ def pair(previous:tuple|None, learn:Learner)->tuple:
     current = _copy((pred,tuple(learn.yb),tuple(learn.xb)))
     if previous is None: return None,current
     try: pred,yb,xb = join([previous,current], [1,1])
-    except (RuntimeError,TypeError): return None,current   # the two samples have different shapes
+    # samples of different shapes cannot be joined: drop the previous one, and let the current one wait
+    except (RuntimeError,TypeError): return None,current
     return _Pair(pred=pred, yb=yb, xb=xb, learn=learn),None
 
 # %% ../../nbs/core/10_probe.ipynb #probe
@@ -139,8 +140,9 @@ def _gap(losses, sizes, is_sum):
     else: raise ValueError('the sizes of the parts do not add up to the size of the whole')
     weighted = [w*o for w,o in zip(weights, parts) if w]
     if not isfinite(whole): raise ValueError('the loss is not finite')
-    # By `sizes`, each part in `weighted` has items, so a mean over them is finite. If the loss of a part
-    # is not finite, it is a mean over other items than `sizes` counts: return an infinite difference.
+    # According to `sizes`, each part in `weighted` has items, so the mean over its items is finite. A
+    # loss that is not finite is a mean over other items than `sizes` counts: return an infinite
+    # difference.
     if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
     return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
 
@@ -194,9 +196,10 @@ def _compare_parts(learn, loss_func, n, counter, devices, change):
     if abs(again-loss)>tol*scale:
         reason = 'it returns another value for the same predictions and targets'
         return Probed(None, reason, tol, has_state=True)
-    # Reversing the order of the samples should change the loss by no more than rounding. If it changes
-    # by more, the loss depends on something that was not reversed. If it changes by a tenth of `gap`,
-    # then `gap` may be rounding as well. In both cases, `res` proves nothing.
+    # Reversing the samples should change the loss by rounding only. If it changes by more, the loss
+    # depends on something that was not reversed. If it changes by more than a tenth of `gap`, then
+    # `gap`, the difference between whole and parts, may be rounding as well. In both cases, `res` proves
+    # nothing.
     if abs(backwards-loss)<=min(gap/10, tol*scale): return res
     reason = 'it depends on something other than predictions and targets, or is all rounding'
     return Probed(None, reason, tol)
@@ -211,7 +214,8 @@ def _copy_loss(f, *kept):
     memo = {id(o):o for o in kept}   # `deepcopy` does not copy the objects in `memo`
     attrs = [o for m in f.modules() for o in vars(m).values()] if isinstance(f, nn.Module) else []
     for o in attrs:
-        # `deepcopy` cannot copy a tensor with a graph, such as the last loss
+        # `deepcopy` cannot copy a tensor with a graph, such as a loss that `f` keeps as an attribute:
+        # let the copy have the detached tensor
         if isinstance(o, torch.Tensor) and o.grad_fn is not None: memo[id(o)] = o.detach()
     try: return deepcopy(f, memo)
     except Exception: return f   # if an attribute cannot be copied, test the loss function itself
@@ -229,7 +233,7 @@ def probe(learn:Learner, n:int, counter:Callable, change:Callable|None=None)->Pr
     state = ForwardState(model.modules())
     try:
         with state.again(), catch_warnings():
-            simplefilter('ignore')   # PyTorch may warn of shapes that only the parts have
+            simplefilter('ignore')   # PyTorch may warn of the shape of a part, which no fit uses
             loss_func = _copy_loss(learn.loss_func, learn, model)
             return _compare_parts(learn, loss_func, n, counter, state.devices, change)
     except _LossError as e: return Probed(None, str(e), raised=True)

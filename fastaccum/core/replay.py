@@ -76,7 +76,8 @@ class ReplayedForward:
         self.modules = list(model.modules())
         self.ddps = [m for m in self.modules if isinstance(m, DistributedDataParallel)]
         self.devices = devices_of(self.modules)
-        # not `model.training`, which may be False in a training batch, if the model is frozen
+        # not `model.training`, which is False in a training batch if a callback has called
+        # `model.eval()`
         self.training = cb.learn.training
         self.tensors = [o for o in leaves(args) if isinstance(o, torch.Tensor)]
         # `id` of an input that needs a gradient -> (the input, the detached tensor that the model gets)
@@ -99,7 +100,7 @@ class ReplayedForward:
         # (tensor, its version number) of each input and parameter. A change in place increases the
         # number, so `backward` can refuse to run the model again with changed values.
         self.versions = []
-        # the `GradSums` of gradients over the micro-batches back-propagated so far
+        # a `GradSums`: sums of the gradients over the micro-batches back-propagated so far
         self.sums = None
         self.is_done = False    # whether `backward` has run
 
@@ -206,8 +207,8 @@ def which_have_rows(self:ReplayedForward, outs:list, n:int):
         k = n-1 if n>2 else n+1
         try:
             with torch.no_grad(), self.no_sync(), self.states[0].again():
-                # `k` samples from the end of the batch, which need least memory, because a `TokenBudget`
-                # sorts samples with the longest first
+                # take `k` samples from the end of the batch: if a `TokenBudget` has sorted the batch, the
+                # last samples are the shortest, and need the least memory
                 others = leaves(self.run(self.n-k, self.n))
         except Exception as e:
             if k<n or not self.cb.limit.shrinks or not is_out_of_memory(e): raise
@@ -228,13 +229,14 @@ def _with_node(self:ReplayedForward, res, flat):
     self.first_outs = flat[0] if len(flat)>1 and not self.cb.checked else None
     self.versions = [(o,o._version) for o in (*self.tensors,*self.model.parameters())]
     params = [*self.model.parameters(),*(o for _,o in self.inputs.values())]
-    # `GradSums` must sum gradients in half precision; autograd can add up the others in `p.grad`. But
-    # `GradSums` sums all if a failed micro-batch may have to be undone, or if DDP exchanges the sums.
+    # Half-precision gradients are summed in float32, by `GradSums`. Autograd can add up other gradients
+    # in `p.grad`. But `GradSums` sums all of them if a micro-batch may fail and have to be undone, or if
+    # DDP exchanges the sums.
     only_half = not self.cb.limit.shrinks and not self.exchanges
     self.sums = GradSums(in_half(params) if only_half else params)
     at = [i for i,x in enumerate(res) if isinstance(x, torch.Tensor)]
-    # Autograd adds a node to its graph only if an input of `apply` requires a gradient. The other inputs
-    # may not require one, so `anchor` does.
+    # Autograd adds a node to its graph only if an input of `apply` requires a gradient. Possibly none of
+    # the other inputs requires one, so `anchor` does.
     anchor = torch.empty(0, requires_grad=True)
     new = _Predictions.apply(anchor, self, [res[i] for i in at], [self.needs[i] for i in at],
         *(x for x,_ in self.inputs.values()))
@@ -271,7 +273,7 @@ def backward(self:ReplayedForward, grads:Iterator)->list:
             "backward pass, in which `GradientCache` runs the model again: change a copy of the batch, "
             "and change parameters after the backward pass" + more_link('changed-in-place'))
     grads = [next(grads) if isinstance(x, torch.Tensor) else None for x in self.last_outs]
-    self.sums.add()   # set aside the gradients of earlier batches of the step
+    self.sums.add()   # move the gradients of the step's earlier batches from `p.grad` to the sums
     self._replay_all(grads)
     for m in self.exchanges: self._exchange(m)
     for p,g in self.sums.sums.items(): p.grad = g.to(p.dtype)
@@ -339,7 +341,7 @@ def _exchange(self:ReplayedForward, ddp):
     add_up(params, self.sums.sums, ddp.process_group, params[0].device)
     for p in params:
         if p in self.sums.sums: self.sums.sums[p].div_(ddp.process_group.size())
-    ddp.require_forward_param_sync = True   # synchronise buffers again, as before `self.forward`
+    ddp.require_forward_param_sync = True   # let DDP synchronise buffers again: `forward` had stopped it
 
 @patch
 def _compare(self:ReplayedForward, outs):

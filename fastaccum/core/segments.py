@@ -23,8 +23,8 @@ class Segment:
     name:str # As in `named_modules`; '0[:4]' means the first four children of the Sequential '0'
     modules:list # The only module of the segment, or several consecutive children of `seq`
     seq:nn.Sequential|None=None # The Sequential that runs `modules`; `None` if they are one module
-    calls:int=0 # Forward passes with gradients in the last fit
-    kept:int=0 # Bytes of the segment's inputs in the last forward pass with gradients
+    calls:int=0 # Forward passes in the last fit that were recorded for a backward pass
+    kept:int=0 # Bytes of the inputs that the last of these passes kept, to run the segment again
 
     @property
     def kind(self)->str:
@@ -95,8 +95,8 @@ def _cut_run(seq, name, start, stop, finely):
     for a,b in zip(starts, [*starts[1:],stop]):
         part = children[a:b]
         n_modules = sum(not isinstance(o, _containers) for m in part for o in m.modules())
-        # Skip a part whose recomputation would save little memory: a single module stores little more
-        # than its input, and so do modules without parameters, such as activation functions.
+        # Skip a part whose recomputation saves little memory: a single module, or modules without
+        # parameters, store little besides their input, which recomputation stores too.
         if n_modules<2 or not any(map(_has_params, part)): continue
         if b-a==len(children): yield Segment(name, [seq])
         elif b-a==1: yield Segment(_child_name(name, a), part)

@@ -27,10 +27,10 @@ class BatchStream:
     If batches are split into micro-batches, a batch is also cut where a step ends.
     """
     def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
-        self.sizes = sizes       # the `LoaderSizes` of `dl`
-        # `count(batch, expected)` returns the number of samples in `batch`. If the tensors' shapes do
-        # not decide it, `count` returns `expected`: the loader's batch size, or the samples left in the
-        # epoch.
+        self.sizes = sizes
+        # `count(batch, expected)` returns the number of samples in `batch`, or `expected` if the
+        # tensors' shapes do not tell: the loader's batch size, or fewer if the epoch has fewer samples
+        # left
         self.count = count
         self.batches = iter(dl)
         self.n_read = 0          # batches read so far
@@ -135,7 +135,7 @@ class StepLoader(OneBatchLoader):
         # `count(batch, expected)` returns the number of samples in `batch`, as in `BatchStream`
         self.count = count
         self.processes = processes    # the `Processes` that train the model together
-        # whether samples that are too few for a complete step are left out
+        # whether the incomplete last step of an epoch is left out
         self.drop_last = drop_last
         self.warn_once = warn_once or WarnOnce()   # gives each warning once per fit
 

@@ -51,7 +51,7 @@ class StepLoop:
         self.warn_once = WarnOnce()              # gives each warning of this fit once
         self.loss_trials = LossTrials(self.warn_once)   # tests whether the loss is a mean over samples
         self.differences = DifferenceWarnings(self.warn_once)   # warns of differences to a full-batch fit
-        self.grad_check = GradCheck()            # notices changes of the gradients between micro-batches
+        self.grad_check = GradCheck()            # notices if callbacks change gradients within a step
         self.log_rows = LogRows()                # makes TensorBoard and W&B log steps, not micro-batches
         self.last_loss = 0.                      # mean loss of the previous step
         # state of the epoch, set by `begin_epoch`
@@ -68,11 +68,11 @@ class StepLoop:
         # state of the step, set by `run_step`
         self.step = None                         # the `Step` that runs
         self.mean = None                         # the `StepMean` of `step`
-        self.kept_losses = None                  # the `KeptLosses`: means over the step for `LossMetric`
+        self.kept_losses = None                  # a `KeptLosses`: averages what a `LossMetric` reads
         self.n_left_out = 0                      # micro-batches of `step` cancelled by callbacks
         self.micro = None                        # the `MicroBatch` that runs, or else the last one
 
-    # In a fit, `learn.export()` pickles `learn.dl` and so this object: leave out what cannot be pickled
+    # In a fit, `learn.export()` pickles this object with `learn.dl`: leave out what cannot be pickled
     def __getstate__(self): return dict(acc=self.acc, learn=self.learn)
 
     @property
@@ -113,7 +113,7 @@ def current_step(self:StepLoop)->CurrentStep|None:
 def begin_epoch(self:StepLoop, plan:Plan):
     "Give the Learner a loader whose batches are the steps of `plan`"
     learn = self.learn
-    self.processes = Processes(learn.model)   # a callback may have wrapped the model in DDP
+    self.processes = Processes(learn.model)   # find them again: a callback may have put the model in DDP
     empty_grads(learn.opt)
     self.grad_sums = grad_sums_for(learn)
     self.events = Events(learn)
@@ -146,7 +146,7 @@ def run_step(self:StepLoop, i:int, step:Step):
         while missing:
             self._run_batch(*step.batches.take(missing))
             missing = step.n_missing(self.mean.samples)
-            # for the step's last batch, `_take_step` sends `after_batch`, after updating the weights
+            # `_end_micro_batch` sends `after_batch`; for the last batch, `_take_step` does so
             if missing: self._end_micro_batch()
         # while batches ran, `iter` and `n_iter` counted batches; from `before_step` on, they count steps
         self.learn.iter,self.learn.n_iter = i,len(self.loader)
@@ -196,7 +196,7 @@ def _run_batch(self:StepLoop, b, n):
     learn.n_iter = max(self.n_planned, self.n_batches)   # the loader may yield more batches than planned
     if n>self.loader.sizes.bs: self.differences.larger_batch(n)
     is_split = self.limit is not None and self.limit.splits(n)
-    # note the attributes before `before_batch`, in which callbacks such as MixUp set their own
+    # note all attributes now, to split those that callbacks such as MixUp set in `before_batch`
     changed = ChangedAttrs([learn,*learn.cbs]) if is_split else None
     learn._split(b if is_on(self.batch_device, b) else learn._set_device(b))
     if self.loss_trials.n_left>0: self.loss_trials.begin_batch(learn)
@@ -261,8 +261,8 @@ def _share_late_penalty(self:StepLoop, cb):
     "Call a callback that runs after mixed precision; multiply its term by the micro-batch's share"
     learn,before = self.learn,self.learn.loss_grad.clone()
     is_changed = self._send_noting_change(cb, 'before_backward')
-    # `grad_sums`, if there are any, later multiply the gradients of a mean loss by the share. The
-    # callback's term must then not be multiplied as well.
+    # With `grad_sums`, the gradients of a mean loss are multiplied by the share after the backward pass:
+    # multiplying the callback's term here would apply the share twice.
     weighs_loss = self.mean.is_sum or not self.grad_sums
     if is_changed and weighs_loss: learn.loss_grad = before+(learn.loss_grad-before)*self.micro.share
 
@@ -274,8 +274,8 @@ def _backward(self:StepLoop):
     if self.grad_check.noted is not None and mean.n_micro_batches:
         n_changed = self.grad_check.n_changed()
         if n_changed: self.differences.grads_changed(n_changed)
-    # A loss without a graph has no backward pass. If no loss of the step has a graph, the last backward
-    # pass runs nevertheless, so that PyTorch raises its usual error.
+    # Skip the backward pass of a loss without a graph, if another loss of the step has one. If none has,
+    # run that of the step's last micro-batch, so that PyTorch raises its usual error.
     must_raise = not mean.needs_grad and mean.samples+self.micro.n>=self.step.target
     if learn.loss_grad.requires_grad or must_raise: learn._backward()
     self.micro.ran = True
@@ -287,10 +287,10 @@ def share_loss(self:StepLoop):
     learn,mean,micro = self.learn,self.mean,self.micro
     micro.share = mean.measure(learn, micro.n)
     micro.has_share = True
-    # `grad_sums`, if there are any, later multiply the gradients by the share, instead of the loss here
+    # with `grad_sums`, gradients and not the loss are multiplied by the share, after the backward pass
     if mean.is_sum: self._share_penalty()
     elif not self.grad_sums: learn.loss_grad = plain_tensor(learn.loss_grad)*micro.share
-    # test no micro-batch that ends a step: it may be the whole step, and then it is the full batch
+    # test no micro-batch that ends a step: if it is the whole step, it cannot differ from the full batch
     if mean.samples+micro.n>=self.step.target: return
     self.loss_trials.test_micro_batch(learn, micro, mean, warns=not self.processes.rank)
     self.differences.check_micro_batch(learn, self.step, micro)
@@ -461,14 +461,14 @@ def _run_split(self:StepLoop, n, changed):
     if n_rows>n: self.differences.splits_rows(n_rows, n)
     division = limit.divide(learn.model, learn.xb, learn.yb, n_rows, self.warn_once)
     parts = BatchParts(learn, n_rows, changed, division)
-    # with a limit that shrinks, split the first batch on trial: if that fails, no weight has changed yet
+    # a limit that shrinks may only split a later batch: try the first one, before any weight changes
     if not learn.iter and limit.shrinks: parts.part(0, 1)
     self.run_parts(n, parts, Retries(learn, limit), self._run_micro_batch)
 
 @patch
 def run_parts(self:StepLoop,
     n:int, # Samples in the Learner's batch
-    parts:BatchParts, # Splits the batch; has more than `n` rows if callbacks have added rows
+    parts:BatchParts, # Splits the batch, which has more than `n` rows if callbacks have added rows
     retries:Retries, # Says where each micro-batch ends, and repeats it if memory runs out
     run:Callable # Runs the micro-batch `self.micro`; called again if memory runs out
 ):

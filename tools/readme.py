@@ -12,16 +12,26 @@ note = '<!-- Written by tools/readme.py from nbs/index.ipynb: edit that. -->'
 re_directive = re.compile(r'^\s*#\s*\|\s*(.*)')
 hidden = {'hide', 'hide: true', 'include: false'}
 
+def project_url(name):
+    "Return an address from pyproject.toml, such as that of 'Documentation', without a slash at its end"
+    text = (root/'pyproject.toml').read_text(encoding='utf-8')
+    return re.search(rf'^{name} *= *"(.+?)/?"', text, re.M)[1]
+
 def docs_url():
     "Return the address of the documentation site, without a slash at its end"
-    text = (root/'pyproject.toml').read_text(encoding='utf-8')
-    return re.search(r'^Documentation *= *"(.+?)/?"', text, re.M)[1]
+    return project_url('Documentation')
 
 def colab_url(path):
     "Return the address that opens the notebook at `path` in Colab"
-    text = (root/'pyproject.toml').read_text(encoding='utf-8')
-    repository = re.search(r'^Repository *= *"https://github.com/(.+?)/?"', text, re.M)[1]
+    repository = project_url('Repository').removeprefix('https://github.com/')
     return f'https://colab.research.google.com/github/{repository}/blob/main/{path}'
+
+def badges():
+    "Return the badges of tests and docs for README; the site has none, because it shows nothing from other servers"
+    workflows = f'{project_url("Repository")}/actions/workflows'
+    def badge(name, file, link): return f'[![{name}]({workflows}/{file}/badge.svg?branch=main)]({link})'
+    tests = badge('tests', 'test.yml', f'{workflows}/test.yml')
+    return f'{tests} {badge("docs", "docs.yml", docs_url()+"/")}'
 
 def link_pages(text, url):
     "Replace links to notebooks by links to their pages: `guides/01_x.ipynb` becomes `guides/x.html`"
@@ -64,14 +74,14 @@ def code(cell, image, link):
     return [fence(source, 'python'), *outputs] if shows_code else outputs
 
 def markdown(nb, url, image):
-    "Return the notebook `nb` as Markdown; `image(id, data)` returns the address of the picture of the cell `id`"
+    "Return a notebook as Markdown with badges; `image(id, data)` returns the address of the picture of the cell `id`"
     parts = []
     def link(text): return link_pages(text, url)
     for i,c in enumerate(nb['cells']):
         text = ''.join(c['source'])
         if c['cell_type']=='markdown': parts.append(link(text if i else title(text)).strip())
         elif c['cell_type']=='code': parts += code(c, image, link)
-    return '\n\n'.join(parts) + '\n'
+    return '\n\n'.join([parts[0], badges(), *parts[1:]]) + '\n'
 
 def main(check=False):
     "Write the files; with `check`, write nothing, and return a message if a file is outdated"

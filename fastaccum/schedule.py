@@ -172,9 +172,7 @@ class GradientAccumulationSchedule(_Scheduled):
         final_accum_bs:int, # Samples per optimizer step after `finish`
         start:int|float=0, # Start of the change: epoch (int) or fraction of training
         finish:int|float=0.3, # End of the change: epoch (int) or fraction of training
-        # A fastai annealer; or `f(pct)`, which returns the samples per step when the fraction `pct` of
-        # the change is over
-        schedule:Callable=SchedCos,
+        schedule:Callable=SchedCos, # Annealer, or function of the change's progress (0 to 1)
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`

@@ -35,8 +35,8 @@ from .core.warnings import more_link
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    # Samples in the batch that is compared; default: those in a step of the fit, or in a batch of the
-    # loader if no callback accumulates
+    # Samples in the batch to run whole and in parts; default: those in a step of the fit, or in a batch
+    # of the loader if no callback accumulates
     accum_bs:int|None=None,
     # Steps to train on whole batches, and as many on parts of them, to compare the weights; 0: compare
     # only gradients
@@ -173,7 +173,8 @@ class AccumCheck:
     rows:list[Row] # Rows of the table, one for each possible cause of a difference
     sizes:list[int] # Samples in each micro-batch
     layers:dict # Name of a parameter -> the relative difference of its gradients
-    # As `layers`, with modules at fault frozen and callbacks at fault left out; empty if there are none
+    # As `layers`, with modules at fault in evaluation mode and callbacks at fault left out; empty if
+    # there are none
     remaining:dict
     too_many:int|None=None # Samples in a step of the fit, if a step does not fit in memory; else `None`
 
@@ -247,8 +248,8 @@ class _Diagnosis:
         self.needed = []         # callbacks that cannot be left out, because the step fails without them
         # name of a parameter -> the relative difference of its gradient; the largest of them is `off`
         self.layers = {}
-        # Like `layers`, but measured with the modules at fault frozen and the callbacks in `self.cbs`
-        # left out. The largest is `rest_off`. Empty if there are no such modules and callbacks.
+        # Like `layers`, but measured as for `rest_off`, which is the largest difference in it. Empty if
+        # no module was put in evaluation mode and no callback left out.
         self.remaining = {}
         self.rows = []           # a `Row` for each row of the table that `AccumCheck` displays
         size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'
@@ -281,7 +282,7 @@ def _probe_first_batch(self:_Diagnosis, n_items, **kwargs):
 @patch
 def _rows_without(self:_Diagnosis, cb):
     "Return the number of rows that the model gets without callback `cb`; `None` if the step fails"
-    try: return self._probe_first_batch(None, without=[cb]).rows
+    try: return self._probe_first_batch(None, without=[cb]).n_rows
     except Exception as e:
         if is_out_of_memory(e): raise
 
@@ -303,7 +304,7 @@ def _find_causes(self:_Diagnosis):
     if self.off>self.tol and (freeze or reset):
         self.frozen_off = self.rest_off = self._difference_without(freeze, reset)
     if self.frozen_off<=self.tol: return
-    if probe.rows==probe.n:
+    if probe.n_rows==probe.n:
         frozen = dict(freeze=freeze, reset=reset)
         self.cbs,self.needed = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
         if self.cbs: self.rest_off = self._difference_without(freeze, reset, self.cbs)
@@ -333,8 +334,8 @@ def _loss_row(self:_Diagnosis):
         row = Row('loss', self.rest_off, tol)
         if probe.hidden_loss:
             row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')
-    elif probe.rows!=probe.n:
-        row = Row('loss', None, tol, f'the model gets {probe.rows} rows for {probe.n} samples')
+    elif probe.n_rows!=probe.n:
+        row = Row('loss', None, tol, f'the model gets {probe.n_rows} rows for {probe.n} samples')
     else: row = Row('loss', probe.loss_off, tol, probe.loss_why)
     if row.off is None or row.ok: return row
     n_items = '`n_items=`, a function that counts what the loss is a mean of'

@@ -60,7 +60,8 @@ class GradientAccumulation(QuietCallback):
         accumulation_steps='n_batches', accum_steps='n_batches', accum_batches='n_batches',
         steps='n_batches', batch_size='accum_bs', bs='accum_bs')
     def __init__(self,
-        # Samples per step over all processes, rounded up to whole micro-batches; 32 if no size is given
+        # Samples per step over all processes, rounded up to whole batches unless batches are split; 32
+        # if no size is given
         accum_bs:int|None=None,
         log_accum_batch:bool=True, # Log each step (True), or each micro-batch as fastai does (False)
         # Maximum samples per training micro-batch; 'auto': as many as fit in memory; or an `AutoSize` or
@@ -313,7 +314,7 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     size = self.n_batches or self.accum_bs
     adapts = self.limit is not None and not self.micro_batch_size
     must_match = {f'`{self._size_name}`':size, '`drop_last`':drop_last,
-        '`log_accum_batch`':self.log_accum_batch, "`'auto'`":adapts,
+        '`log_accum_batch`':self.log_accum_batch, 'whether micro-batches have a fixed size':not adapts,
         'the number of epochs':n_finds or n_epoch}
     each = processes.agree({k:int(v) for k,v in must_match.items()}, list(sizes))
     loaders = [LoaderSizes(*o) for o in each]

@@ -211,9 +211,9 @@ def after_backward(self:NoiseScale):
     if not self.norms: return
     step = self.acc.current_step
     samples,size,_ = step.mean.current
-    # `to_sum` turns a micro-batch's gradient into the gradient of the sum of its items' losses. For a
-    # mean loss, that takes the factor `size`, or `expected` if the loss has been multiplied by the
-    # micro-batch's share, which is `size/expected`.
+    # `to_sum` is the factor that turns the micro-batch's gradient into the gradient of the sum of its
+    # items' losses. For a mean loss, this factor is `size`. If the loss has already been multiplied by
+    # its share `size/expected`, the factor is `expected`.
     if step.mean.is_sum: size,to_sum = samples,1.
     else: to_sum = size if step.weighs_grads else step.mean.expected
     scaler = vars(self.learn).get('scaler')

@@ -57,8 +57,8 @@ def _mask_of_lengths(lengths, padded, n):
     columns = torch.arange(width, device=padded.device)
     tokens_if_left = columns<lengths[:,None]
     tokens_if_right = columns>=width-lengths[:,None]
-    # padding has the same value everywhere: the tokens can be on the left only if all values that would
-    # then be padding are equal, and likewise on the right
+    # All padding has the same value. So the tokens can be on the left only if all values to the right of
+    # the tokens are equal, and on the right only if all values to the left are equal.
     may_be_left = _is_constant(padded, ~tokens_if_left)
     may_be_right = _is_constant(padded, ~tokens_if_right)
     # if both sides are possible, or neither is, the side is unknown: then the mask covers both cases

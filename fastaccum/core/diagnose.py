@@ -171,7 +171,7 @@ class FirstBatchProbe(QuietCallback):
         # True if the fit gives the model all samples of a step at once: then only the loss is checked
         self.loss_only = loss_only
         self.tol = 0.             # the largest relative difference that counts as rounding
-        self.rows = n             # rows in the model's inputs: more than `n` if callbacks add rows
+        self.n_rows = n           # rows in the model's inputs: more than `n` if callbacks add rows
         # results of running the model; each difference is relative, and `None` if unknown
         self.draws_off = None     # difference of the predictions with two seeds
         # difference of the predictions between parts and whole batch
@@ -226,10 +226,10 @@ def after_pred(self:FirstBatchProbe):
 @patch
 def _probe_model(self:FirstBatchProbe, model, xb):
     "Find modules that make predictions differ with another seed, in a second run, or in parts"
-    self.rows = n_samples(xb, self.n)
+    self.n_rows = n_samples(xb, self.n)
     # if a callback has added rows, the sum of `self.sizes` is not the number of rows: choose other sizes
-    sizes = self.sizes if self.rows==self.n else part_sizes(self.rows)
-    parts = [self.split(xb, *o, self.rows) for o in bounds(sizes)]
+    sizes = self.sizes if self.n_rows==self.n else part_sizes(self.n_rows)
+    parts = [self.split(xb, *o, self.n_rows) for o in bounds(sizes)]
     trace = partial(ModuleTrace, model, ForwardState(model.modules()))
     find = partial(find_differing_modules, model, tol=self.tol)
     traces = {}   # arguments of `whole` -> its result: a `ModuleTrace` of the whole batch

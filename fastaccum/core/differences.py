@@ -249,7 +249,9 @@ def all_cancelled(self:DifferenceWarnings):
 @patch
 def epoch_ends(self:DifferenceWarnings, exception:str, n:int):
     "Warn that a callback has ended an epoch after `n` micro-batches, before the first step was complete"
-    if not n: return   # no micro-batch has run: with full batches, the fit would not have trained either
+    # if no micro-batch has run, there is no difference to warn of: a full batch would not have run
+    # either
+    if not n: return
     self.warn_once('epoch-without-step', f"a callback has ended an epoch ({exception}) after {n} "
         "micro-batches, before the first step was complete, so nothing was trained in this epoch. While "
         "micro-batches run, `learn.iter` counts micro-batches: let the callback use `learn.train_iter`, "

@@ -186,8 +186,8 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     parts = leaves((*learn.yb,*learn.xb))
     def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
     labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
-    # Reading labels synchronises the GPU, so it counts as a trial. `_batch_to_test` has already counted a
-    # trial, unless the micro-batch is a single sample that waits for the next one.
+    # Reading labels synchronises the GPU, so it counts as a trial. `_batch_to_test` has already counted
+    # a trial, unless the micro-batch is a single sample that waits for the next one.
     if labels and self.waiting is not None: self.n_left -= 1
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()

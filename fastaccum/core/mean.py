@@ -292,13 +292,13 @@ def _masked(self:StepMean, learn, items, loss):
 def sum_up(self:StepMean):
     "Add up the counts and losses of all processes; synchronises the GPU if there are several processes"
     if self.processes is None or self.processes.n==1: return
-    self.items,self.losses,self.samples = self.processes.sum(self.items, self.losses, self.samples)
+    own = self.items,self.losses,self.samples,int(self.is_sum or 0)
+    self.items,self.losses,self.samples,n_with_sum = self.processes.sum(*own)
     self.samples = int(self.samples)
-    # A process without samples in the step has not called `measure`: set what `measure` would have set.
-    # For a sum, processes count no items, so a count of 0 shows that the loss is a sum.
+    # a process without samples in the step has not called `measure`: set what `measure` would have set
     if self.current is None:
         self.current = Measured(0, 0, self.losses.float())
-        self.is_sum = not self.items>0
+        self.is_sum = bool(n_with_sum)
     if self.is_sum: self.losses = self.losses.to(self.current.loss.dtype)
 
 @patch(as_prop=True)

@@ -83,12 +83,12 @@ class Division:
     def end_of(self, start:int, end:int, max_samples:int|None)->int:
         """Return where the micro-batch that begins with row `start` ends: the row after its last row
 
-        The micro-batch has at most `max_samples` samples, and ends at the row `end` or before.
+        The micro-batch has at most `max_samples` rows, and ends at the row `end` or before.
         """
         return start+even_sizes(end-start, max_samples)[0]
 
     def bounds(self, max_samples:int|None, start:int=0, end:int|None=None)->list:
-        """Divide the rows from `start` up to `end` into micro-batches of at most `max_samples` samples
+        """Divide the rows from `start` up to `end` into micro-batches of at most `max_samples` rows
 
         Returns pairs `(start, stop)`: the first row of a micro-batch, and the row after its last row.
         Without `start` and `end`, it divides the whole batch.

@@ -207,8 +207,8 @@ def which_have_rows(self:ReplayedForward, outs:list, n:int):
         k = n-1 if n>2 else n+1
         try:
             with torch.no_grad(), self.no_sync(), self.states[0].again():
-                # take `k` samples from the end of the batch: if a `TokenBudget` has sorted the batch, the
-                # last samples are the shortest, and need the least memory
+                # take `k` samples from the end of the batch: if a `TokenBudget` has sorted the batch,
+                # the last samples are the shortest, and need the least memory
                 others = leaves(self.run(self.n-k, self.n))
         except Exception as e:
             if k<n or not self.cb.limit.shrinks or not is_out_of_memory(e): raise
@@ -327,8 +327,9 @@ def _replay(self:ReplayedForward, i, start, stop, grads):
                 "always, or never" + more_link('output-sometimes-detached'))
         if g is None: continue
         if is_by_row: pairs.append((x, self.division.rows(g, start, stop)))
-        # An output without a row for each sample counts as the same output in all micro-batches: its
-        # gradient is back-propagated only once, in the last micro-batch.
+        # An output without a row for each sample, such as a temperature, is the same in all
+        # micro-batches. `g` is its gradient for the whole batch, so back-propagate it once, in the last
+        # micro-batch.
         elif stop==self.n: pairs.append((x, g))
     outs.clear()
     if pairs: torch.autograd.backward(*zip(*pairs))
@@ -341,7 +342,8 @@ def _exchange(self:ReplayedForward, ddp):
     add_up(params, self.sums.sums, ddp.process_group, params[0].device)
     for p in params:
         if p in self.sums.sums: self.sums.sums[p].div_(ddp.process_group.size())
-    ddp.require_forward_param_sync = True   # let DDP synchronise buffers again: `forward` had stopped it
+    # `self.forward` had synchronised DDP's buffers once, and then switched their synchronisation off
+    ddp.require_forward_param_sync = True
 
 @patch
 def _compare(self:ReplayedForward, outs):

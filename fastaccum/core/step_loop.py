@@ -67,7 +67,7 @@ class StepLoop:
         self.batch_device = None                 # device to which fastai moves batches; `None`: unknown
         # state of the step, set by `run_step`
         self.step = None                         # the `Step` that runs
-        self.mean = None                         # the `StepMean` of `step`
+        self.mean = None                         # a `StepMean`: the mean loss of `step` so far
         self.kept_losses = None                  # a `KeptLosses`: averages what a `LossMetric` reads
         self.n_left_out = 0                      # micro-batches of `step` cancelled by callbacks
         self.micro = None                        # the `MicroBatch` that runs, or else the last one
@@ -146,7 +146,7 @@ def run_step(self:StepLoop, i:int, step:Step):
         while missing:
             self._run_batch(*step.batches.take(missing))
             missing = step.n_missing(self.mean.samples)
-            # `_end_micro_batch` sends `after_batch`; for the last batch, `_take_step` does so
+            # for the step's last batch, `_take_step` or `_skip_step` sends `after_batch`
             if missing: self._end_micro_batch()
         # while batches ran, `iter` and `n_iter` counted batches; from `before_step` on, they count steps
         self.learn.iter,self.learn.n_iter = i,len(self.loader)
@@ -190,13 +190,13 @@ def _empty_grads(self:StepLoop):
 def _run_batch(self:StepLoop, b, n):
     "Run the `n` samples of `b`: a batch of the loader, or the part of a batch that belongs to this step"
     learn = self.learn
-    self.micro = MicroBatch(n)
+    self.micro = MicroBatch(n)   # the whole batch; `run_parts` replaces it by each part of a split batch
     learn.iter = self.n_batches
     self.n_batches += 1
     learn.n_iter = max(self.n_planned, self.n_batches)   # the loader may yield more batches than planned
     if n>self.loader.sizes.bs: self.differences.larger_batch(n)
     is_split = self.limit is not None and self.limit.splits(n)
-    # note all attributes now, to split those that callbacks such as MixUp set in `before_batch`
+    # note all attributes now: the attributes that MixUp, for example, sets in `before_batch` are split
     changed = ChangedAttrs([learn,*learn.cbs]) if is_split else None
     learn._split(b if is_on(self.batch_device, b) else learn._set_device(b))
     if self.loss_trials.n_left>0: self.loss_trials.begin_batch(learn)
@@ -251,7 +251,7 @@ def _before_backward(self:StepLoop):
     cbs = [cb for cb in self.events.listeners('before_backward') if cb is not self.acc]
     n_before = next((i for i,cb in enumerate(cbs) if isinstance(cb, MixedPrecision)), len(cbs))
     for cb in cbs[:n_before]: self._send_noting_change(cb, 'before_backward')
-    self.acc.before_backward()   # calls `share_loss`
+    self.acc.before_backward()   # calls `share_loss`, unless fastai's own `one_batch` sends this event
     for cb in cbs[n_before:]:
         if isinstance(cb, MixedPrecision): self._send_noting_change(cb, 'before_backward')
         else: self._share_late_penalty(cb)

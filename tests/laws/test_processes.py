@@ -145,6 +145,12 @@ def test_a_process_with_only_padding_adds_nothing_to_the_step():
     assert deviation(weights(a), weights(b))<1e-12
     # in the full-batch run, a step of padding has NaN
     assert torch.stack(list(b.recorder.losses)).isfinite().all()
+    # after the first step, all targets are padding, and the second process has no samples: the loss of the
+    # first step is recorded again
+    _,b = fit_single_and_distributed([40,3], tokens=True,
+        cbs=lambda: pad(lambda l: torch.full((len(l.x),), l.train_iter>0)))
+    losses = list(b.recorder.losses)
+    assert deviation(losses, losses[:1]*len(losses))<1e-6
     for ns in ([35,35],[40,25]):
         of_second_process = toy_data(sum(ns), True).tensors[0][-ns[-1]:,0,0]
         def is_padding(l): return torch.isin(l.x[:,0,0], of_second_process) & (l.epoch==0)

@@ -45,7 +45,7 @@ def accum_check(self:Learner,
 )->'AccumCheck': # Displays itself as a table
     """Run a batch whole and in micro-batches, compare the gradients, and find out why they differ
 
-    Without `accum_bs`, the check compares the samples of the first step of a fit, at once and in the
+    Without `accum_bs`, the check runs the samples of a fit's first step twice: as one batch, and in the
     micro-batches of that step. If the samples do not fit in memory at once, the check compares a
     single micro-batch with its parts, and the title of the table says so. If a step is one batch of the
     loader, or no callback accumulates, the check compares that batch with parts of unequal sizes.
@@ -98,9 +98,9 @@ def _check_cbs(learn, acc, cache):
     "Raise the errors that `acc` and `cache` would raise in a fit, because the check does not run them"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
-        raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be "
-            "checked. Type `learn.remove_cb(learn.gradient_accumulation)`, and import fastaccum's "
-            "callback after `from fastai.vision.all import *`" + more_link('two-callbacks'))
+        raise ValueError("this is fastai's `GradientAccumulation`, and only fastaccum's can be checked. "
+            "Pass `fastaccum.GradientAccumulation(…)`. If fastai's is on the Learner, remove it: "
+            "`learn.remove_cb(learn.gradient_accumulation)`" + more_link('two-callbacks'))
     if cache is not None: check_cached(learn, cache.limit)
 
 # %% ../nbs/02_accum_check.ipynb #setup
@@ -173,8 +173,8 @@ class AccumCheck:
     rows:list[Row] # Rows of the table, one for each possible cause of a difference
     sizes:list[int] # Samples in each micro-batch
     layers:dict # Name of a parameter -> the relative difference of its gradients
-    # As `layers`, with modules at fault in evaluation mode and callbacks at fault left out; empty if
-    # there are none
+    # As `layers`, but with the modules at fault put in evaluation mode and the callbacks at fault left
+    # out; empty if nothing was found at fault
     remaining:dict
     too_many:int|None=None # Samples in a step of the fit, if a step does not fit in memory; else `None`
 

@@ -29,7 +29,9 @@ from .core.loader_info import samples_of, sizes_of
 # %% ../nbs/09_accum_find.ipynb #accum-find
 @patch
 def accum_find(self:Learner,
-    accum_bs:int|None=None, # Samples in a measured step; defaults to the size of a fit's first step
+    # Samples in a measured step; default: the size of a fit's first step, but at least 4 micro-batches;
+    # or 8 micro-batches if no callback accumulates
+    accum_bs:int|None=None,
     steps:int=20, # Steps to measure
     lr:float|slice|None=None, # Learning rate of the measured steps; defaults to `learn.lr`
     cbs:Callback|list|None=None, # More callbacks for the measured steps, as in `fit`

@@ -70,7 +70,8 @@ class GradientAccumulation(QuietCallback):
         # Drop the incomplete last step of an epoch (True), keep it (False), or do as the training loader
         # does with its last batch (None)
         drop_last:bool|None=None,
-        # `n_items(learn)` returns how many items the loss of a micro-batch is averaged over
+        # `n_items(learn)` returns how many items the loss of a micro-batch is a mean over. None: samples
+        # or, if the loss function has an `ignore_index`, the targets that are not ignored
         n_items:Callable|None=None,
         *, n_acc:int|None=None, # fastai's name for `accum_bs`: a number of samples, not of batches
         n_batches:int|None=None, # Micro-batches per step on each process; give this or `accum_bs`
@@ -121,7 +122,7 @@ class GradientAccumulation(QuietCallback):
 
     @property
     def micro_batch_size(self)->int|None:
-        """Samples in a micro-batch if the number is fixed; a new value takes effect in the next epoch
+        """Samples in a micro-batch, or `None` if the number is not fixed; set it for the next epoch
 
         TypeError: the new value is neither 'auto', nor an `AutoSize` or `TokenBudget`, nor a number
         ValueError: the new value is below 1

@@ -31,7 +31,8 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    # Samples in a batch; default: `accum_bs` (64 if there is none), but at least the loader's batch size
+    # Samples in a batch; default: `accum_bs` of a callback on the Learner, otherwise 64, but at least
+    # the loader's batch size
     bs:int|None=None,
     n:int|None=None # Maximum samples to read; default: 10,000. The first batch is always read
 ):

@@ -212,8 +212,8 @@ def after_backward(self:NoiseScale):
     step = self.acc.current_step
     samples,size,_ = step.mean.current
     # `to_sum` is the factor that turns the micro-batch's gradient into the gradient of the sum of its
-    # items' losses. For a mean loss, this factor is `size`. If the loss has already been multiplied by
-    # its share `size/expected`, the factor is `expected`.
+    # items' losses: for a mean loss, `size`, or `expected` if the loss was multiplied by the share
+    # `size/expected`.
     if step.mean.is_sum: size,to_sum = samples,1.
     else: to_sum = size if step.weighs_grads else step.mean.expected
     scaler = vars(self.learn).get('scaler')
@@ -328,7 +328,7 @@ def to_log(self:NoiseScale)->dict: # Name -> value; empty before the first measu
 
 @patch
 def verdict(self:NoiseScale)->str:
-    "Return a sentence that says what steps of the last measured size cost"
+    "Return a sentence that says what steps of the last measured size cost in samples and in steps"
     return describe(self.noise_scale, self.readings[-1].size if self.readings else 0, self.unit)
 
 # %% ../nbs/07_noise_scale.ipynb #plot

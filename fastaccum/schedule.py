@@ -165,7 +165,7 @@ class GradientAccumulationSchedule(_Scheduled):
         annealer
     ValueError: a number is too small, `start` is later than `finish`, or `schedule` returns a value that
         is not a number of samples
-    UserWarning: when a fit begins, if it ends before `finish`
+    UserWarning: when a fit begins, if the fit is too short to reach `finish`
     """
     def __init__(self,
         start_accum_bs:int, # Samples per optimizer step before `start`

@@ -38,7 +38,7 @@ def both_runs(
     seed:int=0, # Seeds PyTorch before each fit
     **kwargs # Passed to `make`
 )->tuple[Learner,Learner]: # The Learners trained on large batches and on micro-batches
-    "Fit a Learner on batches of `accum_bs` samples, and an equal Learner on micro-batches"
+    "Fit a Learner on batches of `accum_bs` samples, and an identical Learner on micro-batches"
     acc = acc or {}
     def run(bs, whole, accumulation):
         learn = (make or toy)(bs, whole=whole, seed=seed, **kwargs)
@@ -54,7 +54,8 @@ def both_runs(
 def assert_same_run(
     a:Learner, # The Learner that was trained on large batches
     b:Learner, # The Learner that was trained on micro-batches
-    tol:float=1e-7, # Relative tolerance for weights, gradients and the optimizer's state
+    # Tolerance for weights, gradients and the optimizer's state; relative for numbers above 1
+    tol:float=1e-7,
     lr_tol:float=1e-9, # Tolerance for learning rates, other hyper-parameters and `learn.pct_train`
     loss_tol:float=2e-6 # Tolerance for losses and metrics, which are in single precision
 )->dict[str,float]: # Kind of state (such as 'weights') -> the largest deviation of its numbers

@@ -57,8 +57,8 @@ def _mask_of_lengths(lengths, padded, n):
     columns = torch.arange(width, device=padded.device)
     tokens_if_left = columns<lengths[:,None]
     tokens_if_right = columns>=width-lengths[:,None]
-    # All padding has the same value. So the tokens can be on the left only if all values to the right of
-    # the tokens are equal, and on the right only if all values to the left are equal.
+    # Padding has one value. The tokens can be on the left only if all values to the right of the tokens
+    # are equal, and on the right only if all values to the left of the tokens are equal.
     may_be_left = _is_constant(padded, ~tokens_if_left)
     may_be_right = _is_constant(padded, ~tokens_if_right)
     # if both sides are possible, or neither is, the side is unknown: then the mask covers both cases
@@ -173,8 +173,9 @@ class TokenBudget(MicroBatchLimit):
     micro-batch of its own.
 
     TypeError: an argument has the wrong type
-    ValueError: `max_tokens` is below 1; in a fit, before any weight changes, the batch has no lengths
-    AccumulationWarning: in a fit, when the model's output changes without padding
+    ValueError: `max_tokens` is below 1; in a fit, before any weight changes, if the lengths of the
+        texts cannot be determined
+    AccumulationWarning: in a fit, when trimming the padding changes the model's output
     UserWarning: in a fit, when a row is longer than the budget
     """
     is_even = False

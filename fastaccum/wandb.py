@@ -1,4 +1,4 @@
-"""A `WandbCallback` without the TypeError of fastai 2.8.9 to 2.8.12, and a reader of offline runs.
+"""A `WandbCallback` that avoids the TypeError of fastai 2.8.9 to 2.8.12, and a function that reads offline runs.
 
 Docs: https://fastaccum.github.io/fastaccum/wandb.html.md"""
 

@@ -35,7 +35,9 @@ def check_count(name:str, n:object, unit:str='sample', or_else:str='')->int:
     """
     if isinstance(n, bool) or not isinstance(n, Integral):
         means_auto = isinstance(n, str) and n.lower()=='auto'
-        hint = ". Did you mean `micro_batch_size='auto'`?" if means_auto else ''
+        number = str(n).removesuffix('.0')
+        remedy = f': write `{number}`' if number.isdecimal() else ''
+        hint = ". Did you mean `micro_batch_size='auto'`?" if means_auto else remedy
         raise TypeError(f"`{name}` must be {or_else}a whole number of {unit}s, got {n!r} "
             f"({type(n).__name__}){hint}" + more_link('whole-number'))
     if n<1: raise ValueError(f"`{name}` must be at least 1, got {int(n)}" + more_link('whole-number'))
@@ -128,12 +130,11 @@ def suggest_arguments(**other_names:str)->Callable:
             for name in kwargs:
                 if name in arguments: continue
                 similar = get_close_matches(name, arguments, 1)
-                if name in other_names: suggested = [other_names[name]]
-                elif similar: suggested = similar
-                else: suggested = arguments
-                words = ' or '.join(f'`{o}=`' for o in suggested)
-                raise TypeError(f"`{type(self).__name__}` has no argument `{name}`. Did you mean "
-                    f"{words}?" + more_link('unknown-argument'))
+                meant = other_names.get(name) or (similar[0] if similar else None)
+                hint = f'Did you mean `{meant}=`?'
+                if meant is None: hint = f"It has: {', '.join(f'`{o}`' for o in arguments)}"
+                raise TypeError(f"`{type(self).__name__}` has no argument `{name}`. {hint}"
+                    + more_link('unknown-argument'))
             init(self, *args, **kwargs)
         return refuse_unknown
     return decorate
@@ -178,7 +179,7 @@ def _check_one_accumulates(learn):
         owner = 'fastai' if cb in fastais else 'fastaccum'
         where = 'passed to `fit`' if cb in passed else 'on the Learner'
         return f"{owner}'s {type(cb).__name__} ({where})"
-    callbacks = ', '.join(map(described, cbs))
+    callbacks = ' and '.join(map(described, cbs))
     keep_one = 'keep one of them'
     if not all(o in passed for o in cbs):
         keep_one += (". `learn.remove_cbs([o for o in learn.cbs if o.name=='gradient_accumulation'])` "

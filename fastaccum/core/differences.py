@@ -92,10 +92,11 @@ def _warn_batchnorms(self:DifferenceWarnings, model, step, micro):
     is_one = len(bns)==1
     layers = '1 BatchNorm layer normalises' if is_one else f'{len(bns)} BatchNorm layers normalise'
     self.warn_once('batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
-        f"{step.n_all} of a step, so this run differs from the full-batch run. Make "
-        f"micro-batches larger if memory allows, and call `learn.recalibrate_bn({step.n_here})` after "
-        "training. To come closer, use `ActivationCheckpoint()` with the full batch, or freeze the "
-        "BatchNorm of a pretrained body with `FreezeBN(lambda m: m[0])`", BatchNormWarning)
+        f"{step.n_all} of a step, so this run differs from the full-batch run. If the full batch fits in "
+        "memory with `ActivationCheckpoint()`, train on full batches with this callback instead. "
+        f"Otherwise, make micro-batches larger, and call `learn.recalibrate_bn({step.n_here})` after "
+        "training, or freeze the BatchNorm of a pretrained body with `FreezeBN(lambda m: m[0])`",
+        BatchNormWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #warn-grouping
 @patch

@@ -97,8 +97,8 @@ def _batch_to_test(self:LossTrials, learn, micro):
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-messages
 def _percent(off):
-    "Show the relative difference `off` with two digits: '43% off'"
-    return f"{float(f'{100*off:.2g}'):g}% off"
+    "Show the relative difference `off` of a micro-batch's loss with two digits"
+    return f"{float(f'{100*off:.2g}'):g}% off in one micro-batch"
 
 def _items(mean):
     "Name the items over which the loss should be a mean or sum, given the `StepMean`"

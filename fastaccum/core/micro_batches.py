@@ -329,7 +329,8 @@ def read_micro_batch_size(o:int|str|MicroBatchLimit, split:Callable=split)->Micr
     """
     if isinstance(o, MicroBatchLimit): return o
     if isinstance(o, str) and o=='auto': return AutoSize(split)
-    return FixedSize(check_count('micro_batch_size', o, or_else="'auto', a `TokenBudget`, or "), split)
+    other_kinds = "'auto', an `AutoSize`, a `TokenBudget`, or "
+    return FixedSize(check_count('micro_batch_size', o, or_else=other_kinds), split)
 
 # %% ../../nbs/core/12_micro_batches.ipynb #micro
 class MicroBatch:

@@ -323,14 +323,15 @@ def _check_filled(self:Plan, warns):
     # `drop_last=False`, an epoch has a single smaller step if all processes have too few samples.
     is_too_few = any if self.drop_last else all
     for i in self._different_epochs():
-        full = self.full_sizes(self.accum_bs_at(i, self.steps_before(i)))
+        accum_bs = self.accum_bs_at(i, self.steps_before(i))
+        full = self.full_sizes(accum_bs)
         if is_too_few(size>dl.n for size,dl in zip(full, self.loaders)): break
     else: return
     samples = ', '.join(str(o.n) for o in self.loaders)
-    what = f"epoch {i} has {samples} samples, too few for a step of {sum(full)}"
-    if self.loaders[0].unit>1:
+    what = f"epoch {i} has {samples} samples, too few for a step of {accum_bs}"
+    if sum(full)>accum_bs:
         batches = ', '.join(str(o.unit) for o in self.loaders)
-        what += f" (in whole batches of {batches})"
+        what += f" ({sum(full)} in whole batches of {batches})"
     if not self.never_empty:
         raise ValueError(f"{what}, and `drop_last=True` leaves out incomplete steps, so nothing would "
             "be trained. Lower `accum_bs`, or leave out `drop_last=True`" + more_link('no-step'))

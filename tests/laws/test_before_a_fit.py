@@ -239,7 +239,7 @@ def test_the_error_for_two_callbacks_says_where_each_was_given():
     assert 'on the Learner' not in both_passed and 'remove_cb' not in both_passed
     one_each = refusal(toy(4, cbs=acc(8)), FastaiGradientAccumulation(16))
     ours,fastais = "fastaccum's GradientAccumulation (on the Learner)","fastai's GradientAccumulation (passed to `fit`)"
-    assert f'{ours}, {fastais}' in one_each and 'remove_cbs' in one_each
+    assert f'{ours} and {fastais}' in one_each and 'remove_cbs' in one_each
     both_there = refusal(toy(4, cbs=[acc(8),acc]), None)
     assert both_there.count('(on the Learner)')==2 and 'passed' not in both_there
     # fastai also takes a class and creates the callback itself

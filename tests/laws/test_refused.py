@@ -48,7 +48,9 @@ def test_whole_numbers_of_any_type_are_accepted_by_either_name(nm):
 
 two = lambda learn, n: n
 # Each case: a function, its arguments, the error, and words of its message
-bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', a `TokenBudget`, or a whole number"),
+bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError,
+        "'auto', an `AutoSize`, a `TokenBudget`, or a whole number"),
+    *[(GradientAccumulation, dict(accum_bs=o), TypeError, 'write `64`') for o in ('64',64.)],
     (GradientAccumulation, dict(accum_bs='auto'), TypeError, "got 'auto' .*Did you mean `micro_batch_size='auto'`"),
     *[(f, {nm:v}, TypeError, f'`{nm}` must be True.*got {v!r}') for f in (GradientAccumulation,Schedule)
         for nm,v in dict(drop_last='no', log_accum_batch=0).items()],

@@ -112,8 +112,8 @@ def main():
             train(f'micro-batches of {micro}, fastaccum', micro, GradientAccumulation(big)),
             train(f"micro-batches of {micro}, fastai's callback", micro, FastaiGradientAccumulation(big))]
     show_table(runs)
-    print("\nfastai's callback records, and smooths, a loss per micro-batch: "
-          "which is one more reason why its curve differs.")
+    print("\nfastai's callback records and smooths a loss per micro-batch, "
+          "which is another reason why its curve differs.")
     print(f'\nThe picture is {plot(runs, "demo.png")} ({time.time()-start:.0f} s)')
 
 if __name__=='__main__': main()

@@ -74,6 +74,6 @@ def main():
         positions,ratio = fit(texts, *o)[1]/n_tokens,benchmarks.median_ratio(secs[nm], first)
         rows.append(dict(way=nm, positions=round(positions, 2), time=round(ratio, 2), mib=round(mib)))
     benchmarks.save('token_budget', dict(made=benchmarks.made(), rows=rows))
-    print(benchmarks.table(['','token positions per token','time','MiB'], [o.values() for o in rows]))
+    print(benchmarks.table(['','computed positions per token','time','MiB'], [o.values() for o in rows]))
 
 if __name__=='__main__': main()

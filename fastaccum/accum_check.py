@@ -253,7 +253,7 @@ class _Diagnosis:
         self.remaining = {}
         self.rows = []           # a `Row` for each row of the table that `AccumCheck` displays
         size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'
-        self.cache_remedy = f"`GradientCache({size})`, in {loaders}"
+        self.cache_remedy = f"`GradientCache({size})`, with {loaders}"
         self.split_remedy = f'{loaders}, and `{size}`'
 
     def diagnose(self, steps):
@@ -338,7 +338,7 @@ def _loss_row(self:_Diagnosis):
         row = Row('loss', None, tol, f'the model gets {probe.n_rows} rows for {probe.n} samples')
     else: row = Row('loss', probe.loss_off, tol, probe.loss_why)
     if row.off is None or row.ok: return row
-    n_items = '`n_items=`, a function that counts what the loss is a mean of'
+    n_items = '`n_items=`, a function that counts the items that the loss is a mean over'
     return row._replace(remedy=f"{n_items}; {self.cache_remedy}; or `reduction='mean'` in each term")
 
 # %% ../nbs/02_accum_check.ipynb #rows-predictions

@@ -285,7 +285,7 @@ def plan(self:GradientAccumulation,
     """Return the steps that a fit in this process alone would take, without training
 
     TypeError: `dls` is not a Learner, DataLoaders or a loader
-    ValueError: the loader does not say its batch size, or has smaller batches than `micro_batch_size`
+    ValueError: the loader does not report its batch size, or has smaller batches than `micro_batch_size`
     """
     if isinstance(dls, Learner): dls = dls.dls
     dl = dls.train if isinstance(dls, DataLoaders) else dls

@@ -17,6 +17,7 @@ from itertools import accumulate
 from numbers import Integral, Real
 from fastai.callback.schedule import SchedCos
 from fastai.data.core import DataLoaders
+from fastai.learner import Learner
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
 from .core.checks import check_count, check_name
@@ -161,8 +162,8 @@ class GradientAccumulationSchedule(_Scheduled):
     The arguments from `log_accum_batch` on, and the errors of a fit, are those of
     `GradientAccumulation`.
 
-    TypeError: a size is not a whole number, `start` or `finish` is not a number, or `schedule` is not an
-        annealer
+    TypeError: a size is not a whole number, `start` or `finish` is not a number, or `schedule` is neither
+        an annealer nor a function of progress
     ValueError: a number is too small, `start` is later than `finish`, or `schedule` returns a value that
         is not a number of samples
     UserWarning: when a fit begins, if the fit is too short to reach `finish`
@@ -269,14 +270,14 @@ class GradientAccumulationScheduler(_Scheduled):
 # %% ../nbs/01_schedule.ipynb #plot
 @patch
 def plot_sched(self:GradientAccumulation,
-    dls:DataLoaders, # The data of the fit
+    dls:DataLoaders|Learner, # The data to train on, a Learner that has it, or a training loader
     n_epoch:int=1, # Epochs of the fit
     figsize:tuple=(12,4) # Width and height of the figure, in inches
 )->np.ndarray: # The two matplotlib axes that hold the plots
     """Plot the samples in each step and the number of steps of a fit, without training
 
     TypeError: `dls` is not a Learner, DataLoaders or a loader
-    ValueError: the loader does not say its batch size, or has smaller batches than `micro_batch_size`
+    ValueError: the loader does not report its batch size, or has smaller batches than `micro_batch_size`
     """
     check_count('n_epoch', n_epoch, 'epoch')
     plan = self.plan(dls, n_epoch)

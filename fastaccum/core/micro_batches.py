@@ -314,8 +314,8 @@ def report(self:AutoSize, training:bool):
     n,reason = self.unreported
     self.unreported = None
     phase = 'validation' if not training else 'training'
-    warn(f"memory ran out with a micro-batch of {n} samples ({reason}). Its samples have run again, "
-        f"and {phase} goes on in micro-batches of {self.max_samples(training)} samples"
+    warn(f"memory ran out with a micro-batch of {n} samples ({reason}). Its samples were run again, "
+        f"and {phase} continues in micro-batches of {self.max_samples(training)} samples"
         + more_link('memory-ran-out'))
 
 # %% ../../nbs/core/12_micro_batches.ipynb #as-size

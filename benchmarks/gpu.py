@@ -1,6 +1,6 @@
 """The cost of a micro-batch on a GPU, with fastaccum and the other libraries that are installed (see `make peers`).
 
-The table has samples per second, peak memory and synchronisations per step, of two model sizes, in fp32, fp16 and bf16.
+The table has samples per second, peak memory and synchronizations per step, of two model sizes, in fp32, fp16 and bf16.
 `python -m benchmarks.gpu` runs all of them by turns in one process, and writes `results/gpu.md`. Without a GPU, it
 runs a tiny model on the CPU, to try the script, and writes nothing.
 
@@ -57,7 +57,7 @@ def cost(cls, data, amp, size):
     return model.milliseconds(),nbytes/2**20
 
 def syncs(cls, data, amp, size):
-    "Return the synchronisations per step, from the difference between a fit and one of half as many steps"
+    "Return the synchronizations per step, from the difference between a fit and one of half as many steps"
     if not cuda: return float('nan')
     def count(data):
         with warnings.catch_warnings(record=True) as seen:

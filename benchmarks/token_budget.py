@@ -1,9 +1,9 @@
 """Token positions, time and memory for texts of different lengths, with 8 texts or a budget of tokens per micro-batch.
 
-A small BERT reads texts of log-normal length (median 180 tokens, sigma 0.8, at most 1024), in steps of 64. The table
-has the number of token positions (tokens and padding) that the model computes in training, divided by the number of
-tokens; the processor time, relative to `micro_batch_size=8`; and the peak memory of the tensors that one step creates
-(benchmarks/live.py).
+A small BERT reads texts in steps of 64. Their lengths are log-normally distributed (median 180 tokens, sigma 0.8,
+at most 1024). The table has the number of token positions (tokens and padding) that the model computes in training,
+divided by the number of tokens; the processor time, relative to `micro_batch_size=8`; and the peak memory of the
+tensors that one step creates (benchmarks/live.py).
 
 `python -m benchmarks.token_budget [--rounds 3]` takes a few minutes. The page token_budget shows the result.
 """

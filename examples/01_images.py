@@ -15,7 +15,7 @@ set_seed(0)
 # as many images as memory holds at once: 32
 dls = ImageDataLoaders.from_folder(path, valid_pct=0.2, seed=0, bs=32, num_workers=0)
 learn = vision_learner(dls, resnet18, pretrained=False, metrics=accuracy)
-# the fit warns that BatchNorm normalises with the 32 images of a micro-batch, not with the 256 of a step
+# the fit warns that BatchNorm normalizes with the 32 images of a micro-batch, not with the 256 of a step
 learn.fit_one_cycle(2, 4e-3, cbs=GradientAccumulation(256))
 
 n_steps = len(learn.recorder.losses)

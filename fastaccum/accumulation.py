@@ -74,7 +74,7 @@ class GradientAccumulation(QuietCallback):
         # or, if the loss function has an `ignore_index`, the targets that are not ignored
         n_items:Callable|None=None,
         *, n_acc:int|None=None, # fastai's name for `accum_bs`: a number of samples, not of batches
-        n_batches:int|None=None, # Micro-batches per step on each process; give this or `accum_bs`
+        n_batches:int|None=None, # Micro-batches per step on each process; pass this or `accum_bs`
         verbose:bool=True # Print a line that describes the steps, above the table of a fit
     ):
         self._size_name,size = self._given_size(accum_bs, n_acc, n_batches)
@@ -144,7 +144,7 @@ def _given_size(self:GradientAccumulation, accum_bs, n_acc, n_batches):
     has_two_units = 'n_batches' in given and len(given)>1
     if has_two_units or len({*given.values()})>1:
         sizes = ' and '.join(f'`{k}={o}`' for k,o in given.items())
-        raise ValueError(f"the size of a step is given more than once, by {sizes}: give one of them. "
+        raise ValueError(f"the size of a step is given more than once, by {sizes}: pass one of them. "
             "`accum_bs` and fastai's `n_acc` count samples, and `n_batches` counts micro-batches"
             + more_link('two-sizes'))
     return next(iter(given.items()), ('accum_bs',32))

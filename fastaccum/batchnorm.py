@@ -93,7 +93,7 @@ def bn_layers(model:nn.Module)->list:
 
 # %% ../nbs/05_batchnorm.ipynb #freeze
 class FreezeBN(PatchingCallback):
-    """Freeze BatchNorm's running statistics, and normalise with them during training
+    """Freeze BatchNorm's running statistics, and normalize with them during training
 
     TypeError: `part` is not a function, or, when the fit begins, `part` does not return modules
     UserWarning: when the fit begins, if a BatchNorm layer has seen no data, or if no BatchNorm layer has
@@ -127,7 +127,7 @@ class FreezeBN(PatchingCallback):
 # %% ../nbs/05_batchnorm.ipynb #freeze-fit
 @patch
 def before_fit(self:FreezeBN):
-    "Warn if the layers to freeze have no statistics; synchronises the GPU"
+    "Warn if the layers to freeze have no statistics; synchronizes the GPU"
     if self.validates: return
     layers = self.layers_of(get_model(self.learn.model))
     if not layers:
@@ -136,7 +136,7 @@ def before_fit(self:FreezeBN):
     n_fresh = sum(not m.running_mean.any() and bool((m.running_var==1).all()) for m in layers)
     if n_fresh:
         warn(f"{n_fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no "
-            "data yet, so frozen they do not normalise. Freeze only pretrained layers, such as "
+            "data yet, so frozen they do not normalize. Freeze only pretrained layers, such as "
             "those of the body: `FreezeBN(lambda m: m[0])`" + more_link('fresh-batchnorm'))
 
 @patch

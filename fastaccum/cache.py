@@ -184,7 +184,7 @@ def _warn_differences(self:GradientCache, args):
     # GradientAccumulation warns of BatchNorm as well: a common `WarnOnce` gives a single warning
     warn_once = self.warn_once if loop is None else loop.warn_once
     if bns:
-        warn_once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, "
+        warn_once('batchnorm', f"{type(bns[0]).__name__} normalizes with the samples of a micro-batch, "
             f"at most {self.limit.max_samples(learn.training)}, so the result differs from that of the "
             "whole batch. Use `ActivationCheckpoint()` instead of `GradientCache`: the model then sees "
             "the whole batch", BatchNormWarning)

@@ -133,7 +133,7 @@ class _MicroBatchGrads(NamedTuple):
         return torch.stack([torch.where(has_items, sum_sq/size, 0.), size, has_items.to(dtype), samples])
 
 def _on_device(n, device, dtype):
-    "Return a number or a 0-dim tensor as a tensor on `device`, without synchronising the GPU"
+    "Return a number or a 0-dim tensor as a tensor on `device`, without synchronizing the GPU"
     if isinstance(n, torch.Tensor): return n.to(device, dtype)
     return torch.full((), n, dtype=dtype, device=device)
 
@@ -261,7 +261,7 @@ def before_step(self:NoiseScale):
     for o in self.micro_batches: totals += o.totals(device, dtype)
     mean_sq = _squared([_norm(p.grad) for p in params if p.grad is not None], device, dtype)
     numbers = torch.stack([*step.processes.sum(*totals),mean_sq])
-    self._read(step.mean, *numbers.tolist())   # `tolist` synchronises the GPU: once for all numbers
+    self._read(step.mean, *numbers.tolist())   # `tolist` synchronizes the GPU: once for all numbers
 
 @patch
 def after_step(self:NoiseScale):

@@ -157,7 +157,7 @@ class _Scheduled(GradientAccumulation):
 
 # %% ../nbs/01_schedule.ipynb #schedule
 class GradientAccumulationSchedule(_Scheduled):
-    """Anneal the size of the steps while training
+    """Change the effective batch size gradually while training
 
     The arguments from `log_accum_batch` on, and the errors of a fit, are those of
     `GradientAccumulation`.

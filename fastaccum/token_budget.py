@@ -33,7 +33,7 @@ def _spans(mask):
 
 # %% ../nbs/12_token_budget.ipynb #mask-of-lengths
 def _is_constant(x, where):
-    "Whether `x` has one value wherever `where` is true, as a tensor (does not synchronise the GPU)"
+    "Whether `x` has one value wherever `where` is true, as a tensor (does not synchronize the GPU)"
     where = where.reshape(*where.shape, *[1]*(x.ndim-where.ndim))
     x = x.detach().float()
     return x.masked_fill(~where, torch.inf).amin()>=x.masked_fill(~where, -torch.inf).amax()
@@ -88,7 +88,7 @@ class TokenDivision(Division):
         for o in tensors:
             has_tokens = self.mask if o.shape[1]==self.width else mask_of_next_labels
             is_constant.append(_is_constant(o, ~has_tokens.to(o.device)).to(mask.device)[None])
-        # a single `tolist` for all numbers, because each `tolist` synchronises the GPU
+        # a single `tolist` for all numbers, because each `tolist` synchronizes the GPU
         numbers = torch.cat([first,stop,padding_on_left[None],*is_constant]).tolist()
         first,stop = numbers[:n],numbers[n:2*n]
         self.padding_on_left = numbers[2*n]
@@ -280,7 +280,7 @@ _rounding_tols = {torch.float64:1e-8, torch.float32:1e-3}
 
 @patch
 def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
-    "Warn if the model's output for a micro-batch changes without padding; synchronises the GPU"
+    "Warn if the model's output for a micro-batch changes without padding; synchronizes the GPU"
     cuts = [o for o in division.bounds(None) if division.trimmed_width(*o)<division.width]
     if not cuts: return
     self.warn_once_of_comparison = warn_once
@@ -311,7 +311,7 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
         least_precise = dtypes_by_size[min(dtypes_by_size)] if dtypes_by_size else x.dtype
         tol = _rounding_tols.get(least_precise, 2e-2)   # 2e-2 for half precision
         if is_close(x, y, tol): continue
-        return warn_once('padding-counts', "the model's output changes for texts without their padding, "
+        return warn_once('padding-counts', "the model's output changes when padding is trimmed, "
             "so this run differs from the full-batch run. Give the model an attention mask, and "
             "positions that begin with the first token. Otherwise, pass a number as "
             "`micro_batch_size=`, which keeps all padding, and freeze pretrained BatchNorm layers with "

@@ -3,8 +3,8 @@
 // device.py builds this file, which is a PrivateUse1 backend. Each operator runs the CPU's kernel on the same bytes, in
 // `run_on_cpu`. For a training loop, the device differs from a CPU as a GPU does: its tensors do not mix with tensors of
 // other devices, its memory can run out, it has random number generators and autocast of its own, and backward passes
-// run in a thread of their own, which PyTorch starts for every device with a `Guard`. Where a GPU would be synchronised,
-// `synchronises` calls a function of Python.
+// run in a thread of their own, which PyTorch starts for every device with a `Guard`. Where a GPU would be synchronized,
+// `synchronizes` calls a function of Python.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -30,10 +30,10 @@ thread_local c10::DeviceIndex current = 0;
 Device resolved(optional<Device> d) { return d && d->has_index() ? *d : Device(device_type, current); }
 bool is_ours(const Tensor& t) { return t.defined() && t.device().is_privateuseone(); }
 
-// Synchronisation
+// Synchronization
 
 void (*listener)(const char*) = nullptr;   // a function of Python, which `listen` sets at the end of this file
-void synchronises(const std::string& why) { if (listener) listener(why.c_str()); }
+void synchronizes(const std::string& why) { if (listener) listener(why.c_str()); }
 
 // Memory
 
@@ -135,13 +135,13 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<ScalarType> 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   // like Apple's GPUs, convert to the type of `to` on the device, before the copy
   if (is_ours(from) && !has_float64) supported(to.scalar_type());
-  if (!non_blocking && to.is_cpu()) synchronises("copy to the host");
-  if (!non_blocking && from.is_cpu()) synchronises("copy to the device");   // as with CUDA
+  if (!non_blocking && to.is_cpu()) synchronizes("copy to the host");
+  if (!non_blocking && from.is_cpu()) synchronizes("copy to the device");   // as with CUDA
   on_cpu(to).copy_(on_cpu(from));
   return to;
 }
 Scalar item(const Tensor& t) {
-  synchronises("item");
+  synchronizes("item");
   return on_cpu(t).item();
 }
 Tensor as_strided(const Tensor& t, IntArrayRef size, IntArrayRef stride, optional<int64_t> offset) {
@@ -168,8 +168,8 @@ const Tensor& resize(const Tensor& t, IntArrayRef size, optional<MemoryFormat>) 
 // operators that accept CPU tensors together with tensors of a device
 const std::set<std::string> mixes = {"aten::index.Tensor", "aten::_unsafe_index.Tensor", "aten::index_put_",
   "aten::index_put", "aten::_index_put_impl_"};
-// operators that synchronise a GPU: they return a Python value, or a tensor whose size depends on values on the GPU
-const std::set<std::string> synchronising = {"aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
+// operators that synchronize a GPU: they return a Python value, or a tensor whose size depends on values on the GPU
+const std::set<std::string> synchronizing = {"aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
   "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave.Tensor"};
 
 // A call of an operator: replaces its arguments by CPU tensors, and its results by tensors of the device
@@ -253,7 +253,7 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   const auto first = stack->size() - schema.arguments().size();
   for (auto i = first; i < stack->size(); i++) (*stack)[i] = call.argument((*stack)[i]);
   if (call.device && call.has_cpu_tensor) call.refuse(kCPU);
-  if (call.has_mask || synchronising.count(call.name)) synchronises(call.name);
+  if (call.has_mask || synchronizing.count(call.name)) synchronizes(call.name);
   if (op.hasTag(at::Tag::nondeterministic_seeded)) draw(op, stack, generators[resolved(call.device).index()]);
   else op.callBoxed(stack);
   for (auto i = stack->size() - schema.returns().size(); i < stack->size(); i++) {

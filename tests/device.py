@@ -115,8 +115,8 @@ def without_float64():
     finally: torch.ops.sim.set_float64(True)
 
 @contextmanager
-def synchronisations():
-    """Collect the calls that synchronise the device, in a list
+def synchronizations():
+    """Collect the calls that synchronize the device, in a list
 
     Its entries are lists of file names: the files in the stack of the call, innermost first.
     """
@@ -131,7 +131,7 @@ def synchronisations():
         try: yield calls
         finally: listen(None)
         return
-    with warnings.catch_warnings():   # PyTorch warns of each call that synchronises CUDA
+    with warnings.catch_warnings():   # PyTorch warns of each call that synchronizes CUDA
         warnings.simplefilter('always')
         warnings.showwarning = lambda message, *_: note(message) if 'synchroniz' in str(message) else None
         torch.cuda.set_sync_debug_mode('warn')

@@ -1,7 +1,7 @@
-"""fastai and torch still have the private or undocumented behaviour on which fastaccum relies.
+"""fastai and torch still have the private or undocumented behavior on which fastaccum relies.
 
 If a test fails with a new version of fastai or torch, adapt the part of fastaccum that relies on this
-behaviour.
+behavior.
 """
 import inspect, torch
 from functools import partial

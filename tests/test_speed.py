@@ -1,4 +1,4 @@
-"Micro-batches within a step do not synchronise the GPU, and make few function calls."
+"Micro-batches within a step do not synchronize the GPU, and make few function calls."
 import sys
 from contextlib import contextmanager
 import pytest, torch
@@ -7,22 +7,22 @@ from fastaccum import GradientAccumulation, NoiseScale
 from fastaccum.core import mean
 from fastaccum.testing import CrossEntropy, toy
 
-# methods of a tensor that copy a value to the CPU, and so synchronise a GPU
+# methods of a tensor that copy a value to the CPU, and so synchronize a GPU
 names = ['item','tolist','cpu','numpy','__bool__','__float__','__int__','__index__','__array__','nonzero']
 
 @contextmanager
-def synchronisations():
-    "Collect the names of tensor methods that are called in this context and would synchronise a GPU"
+def synchronizations():
+    "Collect the names of tensor methods that are called in this context and would synchronize a GPU"
     called = []
     def hook(nm, old): return lambda self, *args, **kwargs: (called.append(nm), old(self, *args, **kwargs))[1]
     with pytest.MonkeyPatch.context() as patch:
         for nm in names: patch.setattr(torch.Tensor, nm, hook(nm, getattr(torch.Tensor, nm)))
         yield called
 
-def count_synchronisations(cbs, **kwargs):
-    "Return how often each of 18 micro-batches synchronises, from its forward pass to the next one"
+def count_synchronizations(cbs, **kwargs):
+    "Return how often each of 18 micro-batches synchronizes, from its forward pass to the next one"
     learn,counts = toy(4, n=70, **kwargs),[]
-    with synchronisations() as called:
+    with synchronizations() as called:
         learn.model.register_forward_pre_hook(lambda *_: counts.append(len(called)))
         learn.fit_one_cycle(1, 0.01, cbs=cbs)
     return [b-a for a,b in zip(counts[:18], counts[1:18])]
@@ -34,23 +34,23 @@ kinds = dict(samples=dict(loss_func=lambda p,y: (p.sum(-1)-y).pow(2).mean()), ta
 
 @pytest.mark.parametrize('kind', kinds)
 @pytest.mark.parametrize('log', [True,False])
-def test_a_micro_batch_within_a_step_does_not_synchronise_the_gpu(kind, log, monkeypatch):
+def test_a_micro_batch_within_a_step_does_not_synchronize_the_gpu(kind, log, monkeypatch):
     monkeypatch.setattr(mean, 'on_host', lambda t: False)   # treat tensors as if they were on a GPU
     kwargs = dict(kinds[kind])
     acc = kwargs.pop('acc', {})
-    plain = count_synchronisations([], **kwargs)
-    ours = count_synchronisations([GradientAccumulation(16, log_accum_batch=log, **acc)], **kwargs)
-    # some micro-batches may synchronise once more than without accumulation: the last one of each step,
+    plain = count_synchronizations([], **kwargs)
+    ours = count_synchronizations([GradientAccumulation(16, log_accum_batch=log, **acc)], **kwargs)
+    # some micro-batches may synchronize once more than without accumulation: the last one of each step,
     # and the four whose losses are compared with the losses of their parts. The first one may
-    # synchronise twice more, because it also checks `n_items`
+    # synchronize twice more, because it also checks `n_items`
     steps,compared = [3,7,11,15],[0,1,2,4]
     assert len(plain)==len(ours)==17 and any(plain)
     for i,(a,b) in enumerate(zip(plain, ours)):
         assert b<=a+(2 if not i else i in steps+compared), f'micro-batch {i}: {b} syncs, {a} without accumulation'
 
 @pytest.mark.parametrize('every', [1,2])
-def test_the_noise_scale_synchronises_once_in_a_measured_step(every):
-    def run(*cbs): return sum(count_synchronisations([GradientAccumulation(16), *cbs], tokens=True))
+def test_the_noise_scale_synchronizes_once_in_a_measured_step(every):
+    def run(*cbs): return sum(count_synchronizations([GradientAccumulation(16), *cbs], tokens=True))
     assert run(NoiseScale(every=every))-run()==4//every
 
 def count_calls(cbs, n):

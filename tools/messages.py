@@ -35,6 +35,22 @@ examples = {
     'the training …, so with batches of … it …': 'the training LMDataLoader cuts the text into as many streams as …',
     '… of the … BatchNorm layers that `FreezeBN` freezes …': '2 of the 20 BatchNorm layers that `FreezeBN` freezes …',
     '… of … segments did not run in this …': '1 of 8 segments did not run in this fit …',
+    '… of … samples are left out of each …': '58 of 250 samples are left out of …',
+    'epoch … has … samples, too few for a …': 'epoch 0 has 48 samples, too few for …',
+    '… BatchNorm layers normalize with the … samples of …': '20 BatchNorm layers normalize with the 16 samples …',
+    '`micro_batch_size=…` is larger than the … samples in …': '`micro_batch_size=64` is larger than the 16 samples …',
+    '`accum_bs=…` is more than the … samples that …': '`accum_bs=5000` is more than the 1400 samples …',
+    'a trial took only … of … steps in …': 'a trial took only 1 of 3 steps …',
+    '… keeps its state from one micro-batch to …': 'LSTM keeps its state from one micro-batch …',
+    '… has an optimizer of its own, which …': 'CycleGANTrainer has an optimizer of its own …',
+    '… gradients were changed or emptied between two …': '2 gradients were changed or emptied between …',
+    '… changes the loss, and fastaccum could not …': 'Penalty changes the loss, and fastaccum could …',
+    '… changes the loss, and the changed loss …': 'Penalty changes the loss, and the changed …',
+    "… mixes the … samples of a loader's batch …": "MixUp mixes the 16 samples of a loader's …",
+    '… was switched off or removed in the …': 'GradientAccumulation was switched off or removed in …',
+    '`start=…` is later than `finish=…` …': '`start=5` is later than `finish=2` …',
+    'the key … in `scheduling=…` is negative …': 'the key -1 in `scheduling={-1: 2}` is negative …',
+    'the value … in `scheduling=…` is below 1 …': 'the value 0 in `scheduling={0: 0}` is below …',
 }
 
 def slug(heading):

@@ -24,8 +24,8 @@ from .warnings import StateWarning, WarnOnce
 
 # %% ../../nbs/core/11_differences.ipynb #layers
 def batchnorms(model:nn.Module)->list:
-    "List the BatchNorm layers of `model` that, in its present mode, normalise with the batch's samples"
-    # a BatchNorm layer without features, which fastai's tabular model may have, normalises nothing
+    "List the BatchNorm layers of `model` that, in its present mode, normalize with the batch's samples"
+    # a BatchNorm layer without features, which fastai's tabular model may have, normalizes nothing
     bns = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.num_features]
     return [m for m in bns if m.training or m.running_mean is None]
 
@@ -35,7 +35,7 @@ def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
 
     For each chunk, `SentenceEncoder` counts the texts that are long enough to have this chunk, and takes
     the same number of texts from the beginning of the batch, whether these are long enough or not.
-    The check synchronises the GPU if the model contains a `SentenceEncoder`.
+    The check synchronizes the GPU if the model contains a `SentenceEncoder`.
     """
     def leaves_out(m):
         has_chunk = xb[0][:,::m.bptt]!=m.pad_idx
@@ -90,7 +90,7 @@ def _warn_batchnorms(self:DifferenceWarnings, model, step, micro):
     is_synced = all(isinstance(m, nn.SyncBatchNorm) for m in bns)
     n = micro.n*self.processes.n if is_synced else micro.n
     is_one = len(bns)==1
-    layers = '1 BatchNorm layer normalises' if is_one else f'{len(bns)} BatchNorm layers normalise'
+    layers = '1 BatchNorm layer normalizes' if is_one else f'{len(bns)} BatchNorm layers normalize'
     self.warn_once('batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
         f"{step.n_all} of a step, so this run differs from the full-batch run. If the full batch fits in "
         "memory with `ActivationCheckpoint()`, train on full batches with this callback instead. "
@@ -129,7 +129,7 @@ def _warn_hooked(self:DifferenceWarnings, model):
     more = f' and {len(hooked)-1} more' if hooked[1:] else ''
     self.warn_once('parameter-hooks', "a hook (`register_hook`) on the parameter "
         f"{hooked[0]!r}{more} gets the gradient of each micro-batch, not that of the step. If the "
-        "hook clips or normalises gradients, this run differs from the full-batch run: do that in "
+        "hook clips or normalizes gradients, this run differs from the full-batch run: do that in "
         "`before_step` instead. A hook that multiplies by a constant is harmless",
         AccumulationWarning)
 
@@ -148,7 +148,7 @@ def _warn_second_optimizer(cb, opt, warn_once):
 _module_attrs = vars(nn.Module()).keys()
 
 def _holds_state(o):
-    "Whether `o` is or lists a tensor, not a parameter, that is not all zero; synchronises the GPU"
+    "Whether `o` is or lists a tensor, not a parameter, that is not all zero; synchronizes the GPU"
     if isinstance(o, nn.Parameter): return False
     if isinstance(o, Tensor): return bool(o.detach().any())
     return isinstance(o, (tuple,list)) and any(map(_holds_state, o))

@@ -21,13 +21,13 @@ from .warnings import more_link
 
 # %% ../../nbs/core/08_distributed.ipynb #world
 def world_size()->int:
-    "Return the number of processes; 1 if `torch.distributed` is not initialised"
+    "Return the number of processes; 1 if `torch.distributed` is not initialized"
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 def gather(mine:list, device:torch.device, group:dist.ProcessGroup|None=None)->list:
     """Exchange a list of whole numbers: returns the lists of all processes, in the order of their ranks
 
-    Synchronises the GPU.
+    Synchronizes the GPU.
     """
     mine = torch.tensor(mine, device=device)
     res = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
@@ -109,7 +109,7 @@ class Processes:
 # %% ../../nbs/core/08_distributed.ipynb #exchange
 @patch
 def pause_sync(self:Processes, paused:bool):
-    "Switch DDP's synchronisation in forward and backward passes off if `paused`, otherwise on"
+    "Switch DDP's synchronization in forward and backward passes off if `paused`, otherwise on"
     for m in self.ddps:
         m.require_backward_grad_sync = not paused
         m.require_forward_param_sync = not paused
@@ -131,7 +131,7 @@ def share_buffers(self:Processes):
 def add_up(params:list, grads:dict, group:dist.ProcessGroup, device:torch.device):
     """Replace the gradients in `grads`, a dict with parameters as keys, by their sums over all processes
 
-    Synchronises the GPU, to read which parameters have a gradient in any process.
+    Synchronizes the GPU, to read which parameters have a gradient in any process.
 
     If a process has no gradient of a parameter, zeros take its place. A parameter for which no process
     has a gradient is left out.

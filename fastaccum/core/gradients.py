@@ -23,7 +23,7 @@ def empty_grads(opt:Optimizer|OptimWrapper):
     """Empty the gradients as `opt.zero_grad()` does
 
     The gradient of a frozen parameter becomes `None` if it is not zero, so that the optimizer cannot
-    apply it. Finding that out synchronises the GPU, for each frozen parameter with a gradient.
+    apply it. Finding that out synchronizes the GPU, for each frozen parameter with a gradient.
     """
     for p in params_of(opt):
         is_frozen = not p.requires_grad

@@ -33,7 +33,7 @@ class LossTrials:
 
     A trial splits a micro-batch in two, and compares its loss with the mean of the losses of both parts.
     """
-    per_epoch = 4   # number of trials in an epoch; small, because each trial synchronises the GPU
+    per_epoch = 4   # number of trials in an epoch; small, because each trial synchronizes the GPU
 
     def __init__(self, warn_once:WarnOnce):
         self.warn_once = warn_once
@@ -180,13 +180,13 @@ def _warn_of_uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
 
 @patch
 def _has_uneven_labels(self:LossTrials, learn, m):
-    "Whether samples have had different numbers of labels other than -100; synchronises the GPU"
+    "Whether samples have had different numbers of labels other than -100; synchronizes the GPU"
     n_targets = len(leaves(tuple(learn.yb)))
     # labels are among the targets, or among the inputs if the model computes the loss
     parts = leaves((*learn.yb,*learn.xb))
     def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
     labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
-    # Reading labels synchronises the GPU, so it counts as a trial. `_batch_to_test` has already counted
+    # Reading labels synchronizes the GPU, so it counts as a trial. `_batch_to_test` has already counted
     # a trial, unless the micro-batch is a single sample that waits for the next one.
     if labels and self.waiting is not None: self.n_left -= 1
     for i,o in labels:
@@ -263,7 +263,7 @@ def _standing_in(self:LossChanges, part):
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-changes-probe
 @patch
 def is_constant(self:LossChanges)->bool:
-    "Whether the same term other than 0 was added to the loss of each part; synchronises the GPU"
+    "Whether the same term other than 0 was added to the loss of each part; synchronizes the GPU"
     first,*others = torch.stack(self.added).tolist()
     tol = 1e-6*(1+abs(first))
     return abs(first)>tol and all(abs(o-first)<=tol for o in others)

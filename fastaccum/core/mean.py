@@ -34,7 +34,7 @@ def plain_tensor(t:torch.Tensor)->torch.Tensor:
     return t if type(t) is torch.Tensor else t.as_subclass(torch.Tensor)
 
 def on_host(t:torch.Tensor)->bool:
-    "Whether the values of `t` can be read without synchronising a GPU"
+    "Whether the values of `t` can be read without synchronizing a GPU"
     return t.is_cpu
 
 # %% ../../nbs/core/05_mean.ipynb #targets
@@ -116,12 +116,12 @@ def find_n_items(loss_func:Callable)->Callable|None:
 def _checked(size, read_tensor, loss=None):
     """Check `size`, a result of `n_items`, and return it; a tensor in CPU memory becomes a number
 
-    A tensor on a GPU is only checked if `read_tensor`, because reading it synchronises the GPU. If the
+    A tensor on a GPU is only checked if `read_tensor`, because reading it synchronizes the GPU. If the
     `loss` of the micro-batch is given, a size of 0 must go with it.
     """
     if isinstance(size, torch.Tensor) and size.numel()==1:
         # Return a number: to calculate the loss with a CPU tensor, PyTorch would copy the tensor to the
-        # GPU, and this copy would synchronise the GPU.
+        # GPU, and this copy would synchronize the GPU.
         if on_host(size): return _checked(size.item(), read_tensor, loss)
         if read_tensor: _checked(size.item(), read_tensor, loss)
         return size
@@ -152,7 +152,7 @@ class ItemCounter:
         # `count(learn)` counts the items of a micro-batch; `None` for a sum, and before `choose`
         self.count = None
         # whether `n_items` has already returned a valid number: only its first number is checked,
-        # because a check synchronises the GPU
+        # because a check synchronizes the GPU
         self.is_checked = False
 
     def choose(self, loss_func:Callable):
@@ -266,7 +266,7 @@ def _items_if_none_ignored(self:StepMean, learn, items, n):
     if count is samples: return items or n
     if not isinstance(items, torch.Tensor) and items: return items
     if isinstance(y, torch.Tensor): return y.numel()
-    # `items or n` would synchronise the GPU, because it needs the truth value of a tensor
+    # `items or n` would synchronize the GPU, because it needs the truth value of a tensor
     return torch.where(items>0, items, n) if isinstance(items, torch.Tensor) else n
 
 @patch
@@ -290,7 +290,7 @@ def _masked(self:StepMean, learn, items, loss):
 # %% ../../nbs/core/05_mean.ipynb #mean-end
 @patch
 def sum_up(self:StepMean):
-    "Add up the counts and losses of all processes; synchronises the GPU if there are several processes"
+    "Add up the counts and losses of all processes; synchronizes the GPU if there are several processes"
     if self.processes is None or self.processes.n==1: return
     own = self.items,self.losses,self.samples,int(self.is_sum or 0)
     self.items,self.losses,self.samples,n_with_sum = self.processes.sum(*own)
@@ -359,7 +359,7 @@ def join_outputs(learn:Learner, outs:list):
     if not len(learn.yb): return
     if items[0] is None: learn.loss = sum(losses)
     else:
-        items = [float(o) for o in items]   # synchronises the GPU, once for all parts of the batch
+        items = [float(o) for o in items]   # synchronizes the GPU, once for all parts of the batch
         total = sum(items)
         # if all targets are ignored, take the loss of the first part. It is usually NaN, and so is the
         # loss that fastai computes for the whole batch

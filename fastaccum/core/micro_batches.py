@@ -169,7 +169,7 @@ def _run_parts(parts, state, bounds):
     return [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
 
 def remembers(parts:BatchParts)->bool:
-    "Whether the model's output for a part of a batch depends on an earlier part; synchronises the GPU"
+    "Whether the model's output for a part of a batch depends on an earlier part; synchronizes the GPU"
     k = min(2, parts.n//2)
     first,second = (0,k),(k,2*k)
     state = ForwardState(parts.learn.model.modules())
@@ -185,7 +185,7 @@ def is_close(x:torch.Tensor, y:torch.Tensor, tol:float|None=None)->bool:
     """Whether two tensors are equal except for rounding, relative to the largest value
 
     GPU kernels with atomic operations add in another order each time, so two runs are rounded
-    differently. The comparison synchronises the GPU once.
+    differently. The comparison synchronizes the GPU once.
     """
     if x.shape!=y.shape: return False
     if not x.is_floating_point() or not x.numel(): return torch.equal(x, y)

@@ -1,4 +1,4 @@
-"""Recognise errors of memory, name a remedy, free memory, and measure its peak.
+"""Recognize errors of memory, name a remedy, free memory, and measure its peak.
 
 Docs: https://fastaccum.github.io/fastaccum/core/out_of_memory.html.md"""
 
@@ -65,7 +65,7 @@ def free_memory():
     gc.collect()
     # on Linux with glibc, `malloc_trim` gives freed memory back; elsewhere, the function does not exist
     with suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)
-    torch.cuda.empty_cache()   # does nothing in a process that has not initialised CUDA
+    torch.cuda.empty_cache()   # does nothing in a process that has not initialized CUDA
     torch.xpu.empty_cache()
     if torch.backends.mps.is_available(): torch.mps.empty_cache()
 

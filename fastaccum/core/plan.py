@@ -267,7 +267,11 @@ def _number_words(self:Plan, full):
 def summary(self:Plan)->str:
     "Describe the plan in one line: size, micro-batches and number of steps, and the samples left out"
     first,last = self._size_range()
-    res = f'{_range(first, last)} samples per step ({self._micro_batch_words(first, last)})'
+    micro_batches = self._micro_batch_words(first, last)
+    asked_for = self.accum_bs_at(0)
+    is_rounded_up = not self.has_schedule and asked_for<first
+    if is_rounded_up: micro_batches = f'{asked_for} rounded up to {micro_batches}'
+    res = f'{_range(first, last)} samples per step ({micro_batches})'
     if not self.n_epoch: return res
     res += f', {self._number_words(first)}'
     left_out = [self.left_out(i) for i in self._different_epochs()]
@@ -310,14 +314,14 @@ def check(self:Plan,
         because incomplete steps are dropped; a micro-batch is larger than a step, or steps on several
         processes are larger than asked for
     """
-    if self.drop_last or self.never_empty: self._check_filled(warns)
+    if self.drop_last or self.never_empty: self._check_filled(warns, size_name)
     if not warns: return
     if self.drop_last and self.never_empty: self._warn_left_out()
     if not self.has_schedule: self._warn_rounded_up(size_name)
 
 # %% ../../nbs/core/00_plan.ipynb #check-filled
 @patch
-def _check_filled(self:Plan, warns):
+def _check_filled(self:Plan, warns, size_name):
     "Raise an error or warn if an epoch has too few samples for a complete step"
     # With `drop_last=True`, an epoch has no step if any process has too few samples for its part. With
     # `drop_last=False`, an epoch has a single smaller step if all processes have too few samples.
@@ -334,13 +338,13 @@ def _check_filled(self:Plan, warns):
         what += f" ({sum(full)} in whole batches of {batches})"
     if not self.never_empty:
         raise ValueError(f"{what}, and `drop_last=True` leaves out incomplete steps, so nothing would "
-            "be trained. Lower `accum_bs`, or leave out `drop_last=True`" + more_link('no-step'))
+            f"be trained. Lower `{size_name}`, or leave out `drop_last=True`" + more_link('no-step'))
     if not warns: return
     why = ''
     if self.drop_last:
         why = (" It is kept although the training loader drops its incomplete last batch, because "
             "otherwise nothing would be trained.")
-    warn(f"{what}, so the epoch is one smaller step.{why} Lower `accum_bs` to get full steps, or pass "
+    warn(f"{what}, so the epoch is one smaller step.{why} Lower `{size_name}` to get full steps, or pass "
         "`drop_last=False` to keep this step without a warning" + more_link('no-step'))
 
 # %% ../../nbs/core/00_plan.ipynb #warn-left-out

@@ -119,7 +119,7 @@ def pair(previous:tuple|None, learn:Learner)->tuple:
 
 # %% ../../nbs/core/10_probe.ipynb #probe
 def _to_numbers(xs):
-    "Replace the tensors in `xs`, which have one element each, by numbers; synchronises the GPU once"
+    "Replace the tensors in `xs`, which have one element each, by numbers; synchronizes the GPU once"
     tensors = [o for o in xs if isinstance(o, torch.Tensor)]
     device,dtype = tensors[0].device,torch.promote_types(tensors[0].dtype, torch.float32)
     stacked = torch.stack([o.as_subclass(torch.Tensor).reshape(()).to(device, dtype) for o in tensors])

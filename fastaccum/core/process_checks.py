@@ -85,7 +85,7 @@ def check_processes(processes:Processes, comms:list, limit:MicroBatchLimit|None,
 def check_left_out(processes:Processes, comms:list, is_left_out:bool):
     """Refuse a micro-batch that is cancelled on some processes only; all processes call this function
 
-    Synchronises the GPU if there are `comms`.
+    Synchronizes the GPU if there are `comms`.
 
     RuntimeError: the micro-batch is cancelled on some processes, and there are `comms`
     """

@@ -142,7 +142,7 @@ def no_sync(self:ReplayedForward):
 def forward(self:ReplayedForward):
     "Run all micro-batches; returns the joined predictions, which are one node of the graph"
     self.exchanges = [m for m in self.ddps if self.learns and m.require_backward_grad_sync]
-    # DDP would synchronise buffers in the forward pass of each micro-batch: do it once, before the
+    # DDP would synchronize buffers in the forward pass of each micro-batch: do it once, before the
     # states of micro-batches are saved
     for m in self.exchanges:
         if m.will_sync_module_buffers(): m._sync_buffers()
@@ -342,14 +342,14 @@ def _exchange(self:ReplayedForward, ddp):
     add_up(params, self.sums.sums, ddp.process_group, params[0].device)
     for p in params:
         if p in self.sums.sums: self.sums.sums[p].div_(ddp.process_group.size())
-    # `self.forward` had synchronised DDP's buffers once, and then switched their synchronisation off
+    # `self.forward` had synchronized DDP's buffers once, and then switched their synchronization off
     ddp.require_forward_param_sync = True
 
 @patch
 def _compare(self:ReplayedForward, outs):
     """Warn if a micro-batch that runs again has other outputs than in the forward pass
 
-    It is called once per fit, and synchronises the GPU.
+    It is called once per fit, and synchronizes the GPU.
     """
     first = self.first_outs
     self.first_outs = None

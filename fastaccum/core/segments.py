@@ -58,7 +58,7 @@ def _computes(m):
     return not only_holds and next(m.children(), None) is not None and _has_params(m)
 
 def _n_layers(m):
-    "Count the layers with weights in `m`, except normalisation layers"
+    "Count the layers with weights in `m`, except normalization layers"
     leaves = [o for o in m.modules() if next(o.children(), None) is None]
     norms = [o for o in leaves if hasattr(o, 'running_mean') or 'Norm' in type(o).__name__]
     return sum(map(_has_params, leaves))-sum(map(_has_params, norms))

@@ -146,7 +146,7 @@ class StepLoader(OneBatchLoader):
         self.processes.pause_sync(False)
 
     def items(self):
-        # Until `end` is called, DDP must not synchronise gradients after each backward pass: they are
+        # Until `end` is called, DDP must not synchronize gradients after each backward pass: they are
         # added up over all processes once, at the end of a step.
         self.processes.pause_sync(True)
         batches = BatchStream(self.dl, self.sizes, self.count)

@@ -18,7 +18,7 @@ class AccumulationWarning(UserWarning):
 class LossWarning(AccumulationWarning):
     "The loss of a batch is not the mean over its samples, or may not be"
 class BatchNormWarning(AccumulationWarning):
-    "BatchNorm normalises with the samples of a micro-batch, not of a step"
+    "BatchNorm normalizes with the samples of a micro-batch, not of a step"
 class LoaderWarning(AccumulationWarning):
     "The batch size of the loader decides which samples are put together"
 class StateWarning(AccumulationWarning):

@@ -37,7 +37,7 @@ class Double(Callback):
 def in_double(learn): return silence_in_double(learn.add_cb(Double()))
 
 def groupnorm_in(learn):
-    "Replace BatchNorm by GroupNorm, which normalises each sample by itself, and return the Learner"
+    "Replace BatchNorm by GroupNorm, which normalizes each sample by itself, and return the Learner"
     for m in list(learn.model.modules()):
         for nm,o in m.named_children():
             if isinstance(o, nn.modules.batchnorm._BatchNorm): setattr(m, nm, nn.GroupNorm(1, o.num_features))

@@ -31,6 +31,8 @@ schedule,scheduler = GradientAccumulationSchedule,GradientAccumulationScheduler
 printed_lines = [
     (lambda: GradientAccumulation(16), {}, 'GradientAccumulation: 16 samples per step (4 micro-batches of 4), '
         '5 steps per epoch, the last with 6 samples'),
+    (lambda: GradientAccumulation(14), {}, 'GradientAccumulation: 16 samples per step '
+        '(14 rounded up to 4 micro-batches of 4), 5 steps per epoch, the last with 6 samples'),
     (lambda: GradientAccumulation(16), dict(drop_last=True), 'GradientAccumulation: 16 samples per step '
         '(4 micro-batches of 4), 4 steps per epoch, 6 of 70 samples left out of each epoch'),
     (lambda: GradientAccumulation(n_batches=2), {}, 'GradientAccumulation: 8 samples per step (2 micro-batches of 4), '
@@ -114,7 +116,7 @@ def test_n_batches_follows_the_loader_until_accum_bs_is_set():
 @pytest.mark.parametrize('kwargs', [dict(accum_bs=64), dict(n_acc=64)])
 def test_samples_and_batches_together_are_refused(kwargs):
     nm, = kwargs
-    with pytest.raises(ValueError, match=f'`{nm}=64`.*`n_batches=4`.*give one') as e:
+    with pytest.raises(ValueError, match=f'`{nm}=64`.*`n_batches=4`.*pass one') as e:
         GradientAccumulation(n_batches=4, **kwargs)
     assert '#two-sizes' in str(e.value)
     for bad in (0, 4., '4', True):

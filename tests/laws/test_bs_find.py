@@ -53,7 +53,7 @@ def allocate_too_much(): torch.empty(2**58, dtype=torch.uint8)   # no machine ha
 
 @pytest.mark.parametrize('exc', [allocate_too_much,partial(OSError, 12, 'x'),
     *(partial(RuntimeError, o) for o in texts)])
-def test_each_kind_of_out_of_memory_error_is_recognised(exc): assert find_bs(capped(5, exc=exc)).size==5
+def test_each_kind_of_out_of_memory_error_is_recognized(exc): assert find_bs(capped(5, exc=exc)).size==5
 
 @pytest.mark.parametrize('exc', [ValueError('out of memory'),RuntimeError('CUDA error: device-side assert triggered'),
     IndexError('x'),OSError(28, 'No space left on device'),SystemExit(3)], ids=repr)

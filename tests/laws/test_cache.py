@@ -125,7 +125,7 @@ changing_layers = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.Bat
     own=lambda: StatefulLinear(6),
     spectral=lambda: spectral_norm(nn.Linear(6, 6), n_power_iterations=2))
 
-@pytest.mark.filterwarnings('ignore:BatchNorm1d normalises')
+@pytest.mark.filterwarnings('ignore:BatchNorm1d normalizes')
 @pytest.mark.parametrize('nm,size', list(product(changing_layers, [2,8])))
 def test_the_run_is_that_of_one_forward_pass_over_each_part(nm, size):
     """The second forward pass repeats the random numbers of the first and changes no buffer

@@ -68,7 +68,7 @@ def mappings():
     learn.dls.n_inp = 2
     return learn
 def before_norm():
-    "Return a model with a bias that normalisation removes, so its gradient is a rounding error"
+    "Return a model with a bias that normalization removes, so its gradient is a rounding error"
     conv = nn.Unflatten(1, (1,5)),nn.Conv1d(1, 3, 2),nn.InstanceNorm1d(3),nn.Flatten()
     return nn.Sequential(*conv, nn.Linear(12, 3)).double()
 

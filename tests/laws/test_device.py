@@ -179,12 +179,12 @@ def test_accum_find_suggests_the_same_size_as_on_the_cpu():
     a,b = find_accum_bs(torch.device('cpu')),find_accum_bs(device.device())
     assert a.accum_bs==b.accum_bs and abs(a.scale-b.scale)<1e-9*a.scale
 
-# Synchronisation
+# Synchronization
 
 with_dropout = nn.Sequential(nn.Linear(5, 6),nn.Dropout(),nn.Linear(6, 3))
-# For each option: arguments of the Learner and of the fit, and how often the device is synchronised in each
+# For each option: arguments of the Learner and of the fit, and how often the device is synchronized in each
 # fit, epoch and step
-synchronisations = {
+synchronizations = {
     # the losses of four micro-batches are compared with those of their parts
     'plain':      (kinds['plain'], 0, 4, 0),
     # tests once whether the model keeps a state between micro-batches
@@ -206,17 +206,17 @@ synchronisations = {
     # the second forward pass of the first micro-batch is compared with the first one
     'cache':      (dict(bs=16, cbs=lambda: [GradientCache(micro_batch_size=4)], acc=None), 1, 0, 0)}
 
-@pytest.mark.parametrize('option', synchronisations)
-def test_how_often_the_device_is_synchronised(option):
+@pytest.mark.parametrize('option', synchronizations)
+def test_how_often_the_device_is_synchronized(option):
     "The number of micro-batches has no influence"
-    kwargs,per_fit,per_epoch,per_step = synchronisations[option]
+    kwargs,per_fit,per_epoch,per_step = synchronizations[option]
     def counted(n_epoch, n, cbs=list, bs=4, acc={}, **kwargs):
         cbs = cbs()
         if acc is not None: cbs.append(GradientAccumulation(16, **acc))
         learn = on_device(bs, n=n, **kwargs)
         if option=='half': learn.add_cb(ToHalf())
         learn.recorder.train_metrics = option=='metrics'
-        with device.synchronisations() as calls: learn.fit(n_epoch, .01, cbs=cbs)
+        with device.synchronizations() as calls: learn.fit(n_epoch, .01, cbs=cbs)
         package,torchs = (str(Path(o.__file__).parent) for o in (fastaccum,torch))
         callers = [next(o for o in files if not o.startswith(torchs)) for files in calls]
         return sum(o.startswith(package) for o in callers)

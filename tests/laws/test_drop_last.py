@@ -95,7 +95,10 @@ def test_an_epoch_with_too_few_samples_for_a_step_is_one_step():
     assert count_warnings(lambda: one_cycle(b, [GradientAccumulation(32)]))==no_step
     assert_same_run(a, b)
     assert count_warnings(lambda: run_lr_find(small(), GradientAccumulation(32)))==no_step
-    with pytest.raises(ValueError, match='too few for'): one_cycle(small(), GradientAccumulation(32, drop_last=True))
+    with pytest.raises(ValueError, match='too few for a step of 30 .32 in whole batches of .*Lower `accum_bs`'):
+        one_cycle(small(), GradientAccumulation(30, drop_last=True))
+    with pytest.raises(ValueError, match='Lower `n_batches`'):
+        one_cycle(small(), GradientAccumulation(n_batches=8, drop_last=True))
     assert not count_warnings(lambda: one_cycle(small(), GradientAccumulation(32, drop_last=False)))
 
 def test_only_epochs_that_would_have_no_step_keep_their_incomplete_step():

@@ -166,7 +166,7 @@ def hardest(p, y, *, trains):
 @pytest.mark.parametrize('trains', [lambda p, losses: p.requires_grad, lambda p, losses: losses.requires_grad,
     lambda p, losses: torch.is_grad_enabled()])
 def test_a_loss_is_tried_as_in_training(trains):
-    "The loss recognises training by gradients that are required, or by torch's grad mode"
+    "The loss recognizes training by gradients that are required, or by torch's grad mode"
     warned,a,b = warnings_and_runs(loss_func=partial(hardest, trains=trains))
     assert warned=={not_a_mean:1} and weights_apart(a, b)>1e-4
 

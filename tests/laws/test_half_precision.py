@@ -58,7 +58,7 @@ def test_the_run_in_mixed_precision_differs_by_rounding_only(mode):
 class Model(Module):
     """A model with parameters of `dtype`
 
-    With `mixed=True`, its normalisation layer is in single precision.
+    With `mixed=True`, its normalization layer is in single precision.
     """
     def __init__(self, dtype=torch.bfloat16, mixed=False):
         self.a,self.norm,self.b = nn.Linear(4, 8),nn.LayerNorm(8),nn.Linear(8, 3)

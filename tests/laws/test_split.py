@@ -164,7 +164,7 @@ def test_lr_find_gives_the_points_of_full_batches_if_batches_are_split(bs, accum
 # Callbacks see the whole batch in `before_batch`
 
 def mixes(l):
-    "Add noise to each sample, and normalise by the statistics of the batch"
+    "Add noise to each sample, and normalize by the statistics of the batch"
     x = l.x+torch.randn_like(l.x)
     l.xb = ((x-x.mean(0))/x.std(0),)
 

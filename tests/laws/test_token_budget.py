@@ -87,7 +87,7 @@ class MaskedLSTM(CountsColumns):
 class CountsPadding(Bert):
     "Classifies texts by the mean over all columns, padding included, so padding changes the prediction"
     def forward(self, b): return super().forward(b|dict(attention_mask=torch.ones_like(b['attention_mask'])))
-class NormalisesOverTime(Bert):
+class NormalizesOverTime(Bert):
     "Has a BatchNorm layer whose statistics include padding"
     def __init__(self):
         super().__init__()
@@ -153,7 +153,7 @@ def test_the_run_is_the_full_batch_run_with_fewer_columns(kind, side, recwarn):
     seed = int(torch.randint(0, 1000, ()))
     full = fit(text_learner(kind, side, seed=seed))
     split = fit(text_learner(kind, side, seed=seed), GradientAccumulation(24, micro_batch_size=budget_of(kind, 80)))
-    # T5 normalises in single precision
+    # T5 normalizes in single precision
     assert deviation(weights(full), weights(split))<(1e-8 if kind is T5 else 1e-10)
     assert_same_run(full, split)
     assert split.model.columns<.6*full.model.columns
@@ -221,7 +221,7 @@ def test_accum_check_compares_the_budget_with_the_whole_batch():
         return text_learner(kind).accum_check(cbs=acc)
     assert check(Bert).ok and check(CountsPadding).off['gradients']>1e-3
 
-@pytest.mark.parametrize('kind', [CountsPadding,NormalisesOverTime])
+@pytest.mark.parametrize('kind', [CountsPadding,NormalizesOverTime])
 def test_a_model_in_which_padding_counts_is_warned_of_once(kind):
     learn = text_learner(kind)
     with pytest.warns(AccumulationWarning, match='for texts without their padding') as said:
@@ -230,7 +230,7 @@ def test_a_model_in_which_padding_counts_is_warned_of_once(kind):
 
 def test_trying_the_model_does_not_change_the_run():
     "Running the model without padding, to see whether padding counts, must not change the run"
-    class WithDropout(NormalisesOverTime):
+    class WithDropout(NormalizesOverTime):
         def forward(self, b): return F.dropout(super().forward(b), .5, self.training)
     runs = []
     for tries in (True,False):

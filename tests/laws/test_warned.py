@@ -56,7 +56,7 @@ def with_batchnorm(mean=.1):
     bn.running_mean.fill_(mean)
     return layers(bn, nn.Tanh())
 def with_norms_of_a_sample():
-    "Return a model whose layers normalise each sample by itself"
+    "Return a model whose layers normalize each sample by itself"
     return layers(nn.GroupNorm(2, 6), nn.LayerNorm(6), nn.Unflatten(1, (2,3)), nn.InstanceNorm1d(2), nn.Flatten())
 
 class Remembers(nn.Linear):

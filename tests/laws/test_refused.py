@@ -56,7 +56,7 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError,
         for nm,v in dict(drop_last='no', log_accum_batch=0).items()],
     *[(GradientAccumulation, dict(n_items=o), TypeError, '`n_items` must be a function')
       for o in (4, 'len', two, lambda: 4)],
-    (GradientAccumulation, dict(accum_bs=64, n_acc=128), ValueError, '`accum_bs=64` and `n_acc=128`.*give one'),
+    (GradientAccumulation, dict(accum_bs=64, n_acc=128), ValueError, '`accum_bs=64` and `n_acc=128`.*pass one'),
     *[(GradientAccumulation, {o:4}, TypeError, f'no argument `{o}`. Did you mean `{meant}=`') for o,meant in
         dict(acum_bs='accum_bs', n_batch='n_batches', accum_steps='n_batches', batch_size='accum_bs').items()],
     *[(Schedule, o, ValueError, 'start=.*finish=.*give a `finish`') for o in (dict(start=.5, finish=.2),

@@ -224,7 +224,7 @@ def test_accum_check_compares_the_budget_with_the_whole_batch():
 @pytest.mark.parametrize('kind', [CountsPadding,NormalizesOverTime])
 def test_a_model_in_which_padding_counts_is_warned_of_once(kind):
     learn = text_learner(kind)
-    with pytest.warns(AccumulationWarning, match='for texts without their padding') as said:
+    with pytest.warns(AccumulationWarning, match='when padding is trimmed') as said:
         fit(learn, GradientAccumulation(24, micro_batch_size=TokenBudget(80)))
     assert sum('without their padding' in str(o.message) for o in said)==1
 

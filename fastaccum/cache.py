@@ -104,7 +104,7 @@ def _warn_nothing_split(self:GradientCache):
     if bs is None or size is None or size<=bs: return
     self.warn_once('micro-batch-size', f"`micro_batch_size={size}` is larger than the {bs} samples in a "
         f"batch of the training {type(self.learn.dls.train).__name__}, so nothing is split, and the "
-        f"loss sees {bs} samples. If it should see more, make the DataLoaders with a larger `bs`")
+        f"loss sees {bs} samples. If it should see more, create the DataLoaders with a larger `bs`")
 
 @patch
 def before_fit(self:GradientCache):

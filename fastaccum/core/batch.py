@@ -126,7 +126,7 @@ def _cannot_be_split(o, n, reason=''):
     return TypeError(f"a {type(o).__name__}{reason} in a batch of {n} samples cannot be split: "
         "`micro_batch_size` splits tensors with the samples along their first dimension, and tuples, "
         "lists and dicts of such tensors. Pass `micro_batch_size=AutoSize(split=f)` with your own "
-        "function `f(batch, start, stop, n)`, or make the DataLoaders with a batch size that fits in "
+        "function `f(batch, start, stop, n)`, or create the DataLoaders with a batch size that fits in "
         "memory instead"
         + more_link('cannot-be-split'))
 

@@ -93,7 +93,7 @@ def _warn_batchnorms(self:DifferenceWarnings, model, step, micro):
     layers = '1 BatchNorm layer normalizes' if is_one else f'{len(bns)} BatchNorm layers normalize'
     self.warn_once('batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
         f"{step.n_all} of a step, so this run differs from the full-batch run. If the full batch fits in "
-        "memory with `ActivationCheckpoint()`, train on full batches with this callback instead. "
+        "memory with `ActivationCheckpoint()`, use that callback instead of accumulating. "
         f"Otherwise, make micro-batches larger, and call `learn.recalibrate_bn({step.n_here})` after "
         "training, or freeze the BatchNorm of a pretrained body with `FreezeBN(lambda m: m[0])`",
         BatchNormWarning)
@@ -118,7 +118,7 @@ def _warn_mixing(self:DifferenceWarnings, cb, step):
     bs = self.loader.sizes.bs
     self.warn_once('mixed-in-micro-batches', f"{type(cb).__name__} mixes the {bs} samples of a "
         f"loader's batch, not all {step.n_here} of a step, so this run differs from the full-batch "
-        f"run. Make the DataLoaders with `bs={step.n_here}`, and split their batches with "
+        f"run. Create the DataLoaders with `bs={step.n_here}`, and split their batches with "
         f"`micro_batch_size={bs}`", AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #warn-hooked
@@ -166,7 +166,7 @@ def watch_state(self:DifferenceWarnings, learn:Learner, step:Step, is_first:bool
     may_differ = self._joins_batches(step) and not self.processes.rank
     modules = [m for m in learn.model.modules() if callable(getattr(m, 'reset', None))]
     bs = self.loader.sizes.bs
-    remedy = (f"Make the DataLoaders with `bs={step.n_here}`, and split their batches with "
+    remedy = (f"Create the DataLoaders with `bs={step.n_here}`, and split their batches with "
         f"`micro_batch_size={bs}`: each sample then keeps its own state. If the state is not needed, "
         "reset it in `before_batch`")
     return self._watch_state(modules, remedy) if may_differ and modules else nullcontext()
@@ -225,8 +225,8 @@ def splits_rows(self:DifferenceWarnings, rows:int, n:int):
     "Warn that callbacks have made `rows` rows of a batch of `n` samples, and that these rows are split"
     self.warn_once('rows-of-a-split-batch', f"callbacks have made {rows} rows of the {n} samples of a "
         "batch, and the batch is split by rows. If rows belong together, such as two views of a sample, "
-        "or have no target, such as unlabelled samples, this run differs from the full-batch run. Let "
-        "the loss see the whole batch with `GradientCache`, or make the DataLoaders with a smaller `bs` "
+        "or have no target, such as unlabeled samples, this run differs from the full-batch run. Let "
+        "the loss see the whole batch with `GradientCache`, or create DataLoaders with a smaller `bs` "
         "instead of passing `micro_batch_size=`", AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #cancelled

@@ -62,7 +62,7 @@ def check_micro_batch_size(dl:object, micro_batch_size:int|None):
     if bs is None or micro_batch_size is None or micro_batch_size<=bs: return
     raise ValueError(f"`micro_batch_size={micro_batch_size}` is larger than the {bs} samples in a "
         f"batch of the training {type(dl).__name__}, and batches can only be split into smaller ones: "
-        f"leave `micro_batch_size` out, or make the DataLoaders with `bs={micro_batch_size}`"
+        f"leave `micro_batch_size` out, or create the DataLoaders with `bs={micro_batch_size}`"
         + more_link('micro-batch-size'))
 
 # %% ../../nbs/core/01_loader_info.ipynb #sizes-of

@@ -359,7 +359,7 @@ def explain_split(k:int, n:int):
         if is_split and not is_out_of_memory(e):
             append_message(e, f"The batch of {n} samples was split into micro-batches of {k}. If your "
                 f"code stores something for the whole batch, use `GradientCache(micro_batch_size={k})` "
-                f"instead, or make the DataLoaders with `bs={k}`"
+                f"instead, or create the DataLoaders with `bs={k}`"
                 + more_link('code-that-stores-a-whole-batch'))
         raise
 
@@ -423,7 +423,7 @@ def _succeeded(self:Retries, micro):
     if not micro.ran and any(o.grads for o in self.unfinished):
         raise torch.OutOfMemoryError("memory ran out in the middle of a backward pass, and a "
             f"callback has since cancelled {micro.n} of the samples that some gradients already "
-            "contain, which cannot be undone. Make the DataLoaders with a batch size that fits, "
+            "contain, which cannot be undone. Create the DataLoaders with a batch size that fits, "
             "such as half of what `learn.bs_find()` returns" + more_link('cannot-be-undone'))
     while self.unfinished and self.unfinished[-1].stop==micro.stop:
         for p,g in self.unfinished.pop().grads: p.grad = g

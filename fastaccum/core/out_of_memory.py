@@ -36,13 +36,13 @@ def explain_fixed_size(e:BaseException, cb:object):
     "If memory ran out, append to the message of `e` how to let the callback `cb` split batches"
     if not is_out_of_memory(e): return
     append_message(e, f"Give {type(cb).__name__} `micro_batch_size='auto'`, which splits batches when "
-        "memory runs out and gives the same result, or make the DataLoaders with a smaller `bs`"
+        "memory runs out and takes the same steps, or create the DataLoaders with a smaller `bs`"
         + more_link('fixed-size-does-not-fit'))
 
 # name of a part of a step that is not split into micro-batches -> the reason why smaller micro-batches
 # do not save memory there, and what to do
 _unsplit = {
-    "a callback's `before_step`": "a forward pass of the callback's own is not split. Make the "
+    "a callback's `before_step`": "a forward pass of the callback's own is not split. Create the "
         "DataLoaders with a smaller `bs` (`learn.bs_find()` finds one), or let the callback use fewer "
         "samples",
     "the optimizer's step": "the optimizer keeps values for each parameter. Use an optimizer that keeps "

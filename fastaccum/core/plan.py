@@ -378,7 +378,7 @@ def _warn_rounded_up(self:Plan, size_name):
         warn(f"the loader's batches of {unit} samples are larger than `{size_name}={wanted}`, so each "
             f"batch is a step and nothing is accumulated. `{size_name}` counts samples, not batches: "
             f"for steps of {count_of(wanted, 'batch')} of {unit}{where}, give `{size_name}={n_samples}` "
-            f"or `n_batches={wanted}`. For steps of {wanted} samples, make the DataLoaders with a "
+            f"or `n_batches={wanted}`. For steps of {wanted} samples, create the DataLoaders with a "
             "smaller `bs`, or split their batches with `micro_batch_size=`"
             + more_link('larger-than-a-step'))
     elif n_processes>1 and full!=wanted:

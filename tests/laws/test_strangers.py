@@ -280,16 +280,16 @@ def test_a_loss_that_cannot_be_tried_on_parts_is_warned_of(f, loss):
 
 # Callbacks that add rows to a split batch, or run out of memory
 
-def add_unlabelled(learn):
+def add_unlabeled(learn):
     """Double the rows of the batch
 
-    The loss ignores the targets of the new rows, as FixMatch does with unlabelled samples.
+    The loss ignores the targets of the new rows, as FixMatch does with unlabeled samples.
     """
     if not learn.training: return
-    unlabelled = torch.full_like(learn.y, -100)
-    learn.xb,learn.yb = (torch.cat([learn.x,learn.x*.9]),),(torch.cat([learn.y,unlabelled]),)
+    unlabeled = torch.full_like(learn.y, -100)
+    learn.xb,learn.yb = (torch.cat([learn.x,learn.x*.9]),),(torch.cat([learn.y,unlabeled]),)
 def twice(learn): learn.xb,learn.yb = (learn.x.repeat(2, 1),),(learn.y.repeat(2),)
-@pytest.mark.parametrize('f', [add_unlabelled,twice])
+@pytest.mark.parametrize('f', [add_unlabeled,twice])
 def test_rows_that_a_callback_adds_to_a_split_batch_are_warned_of(f):
     def entries_of(bs, **kwargs):
         with collect_warnings() as collected:

@@ -124,7 +124,7 @@ def collate(kind, side, items):
     return b|dict(decoder_input_ids=labels.clamp(0)),labels
 
 class FlatCrossEntropy(nn.CrossEntropyLoss):
-    "Cross-entropy of classes or of tokens, without those that are labelled -100"
+    "Cross-entropy of classes or of tokens, without those that are labeled -100"
     def forward(self, out, y): return super().forward(out.flatten(0, -2), y.flatten())
 
 def text_learner(kind, side='right', bs=24, n=48, seed=0, cbs=None):

@@ -29,7 +29,7 @@ from .core.distributed import check_not_sharded, check_same, gather, world_size
 def bs_find(self:Learner,
     # 'power': double the size while it fits; 'binsearch': then also search between the last two sizes
     mode:str='power',
-    steps_per_trial:int=3, # Optimizer steps with each size; 1 counts as 2, because the first is not timed
+    steps_per_trial:int=3, # Optimizer steps with each size; 1 means 2, because the first is not timed
     init_val:int=2, # Samples in the batch that is tried first
     max_trials:int=25, # Try at most this many sizes
     apply:bool=False, # Whether to set the batch size of the DataLoaders to the size that was found

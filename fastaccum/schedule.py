@@ -162,8 +162,8 @@ class GradientAccumulationSchedule(_Scheduled):
     The arguments from `log_accum_batch` on, and the errors of a fit, are those of
     `GradientAccumulation`.
 
-    TypeError: a size is not a whole number, `start` or `finish` is not a number, or `schedule` is neither
-        an annealer nor a function of progress
+    TypeError: a size is not a whole number, `start` or `finish` is not a number, or `schedule` is
+        neither an annealer nor a function of progress
     ValueError: a number is too small, `start` is later than `finish`, or `schedule` returns a value that
         is not a number of samples
     UserWarning: when a fit begins, if the fit is too short to reach `finish`

@@ -92,8 +92,8 @@ def _warn_batchnorms(self:DifferenceWarnings, model, step, micro):
     is_one = len(bns)==1
     layers = '1 BatchNorm layer normalizes' if is_one else f'{len(bns)} BatchNorm layers normalize'
     self.warn_once('batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
-        f"{step.n_all} of a step, so this run differs from the full-batch run. If the full batch fits in "
-        "memory with `ActivationCheckpoint()`, use that callback instead of accumulating. "
+        f"{step.n_all} of a step, so this run differs from the full-batch run. If the full batch fits "
+        "in memory with `ActivationCheckpoint()`, use that callback instead of accumulating. "
         f"Otherwise, make micro-batches larger, and call `learn.recalibrate_bn({step.n_here})` after "
         "training, or freeze the BatchNorm of a pretrained body with `FreezeBN(lambda m: m[0])`",
         BatchNormWarning)

@@ -50,7 +50,7 @@ class StepLoop:
         self.counter = ItemCounter(acc.n_items)  # counts the items of which the loss is a mean
         self.warn_once = WarnOnce()              # gives each warning of this fit once
         self.loss_trials = LossTrials(self.warn_once)   # tests whether the loss is a mean over samples
-        self.differences = DifferenceWarnings(self.warn_once)   # warns of differences to a full-batch fit
+        self.differences = DifferenceWarnings(self.warn_once)   # warns if a full-batch fit would differ
         self.grad_check = GradCheck()            # notices if callbacks change gradients within a step
         self.log_rows = LogRows()                # makes TensorBoard and W&B log steps, not micro-batches
         self.last_loss = 0.                      # mean loss of the previous step

@@ -122,7 +122,7 @@ class GradientAccumulation(QuietCallback):
 
     @property
     def micro_batch_size(self)->int|None:
-        """Samples in a micro-batch, or `None` if the number is not fixed; set it for the next epoch
+        """Samples in a micro-batch; `None` if not fixed. A new value takes effect in the next epoch
 
         TypeError: the new value is neither 'auto', nor an `AutoSize` or `TokenBudget`, nor a number
         ValueError: the new value is below 1

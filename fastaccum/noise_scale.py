@@ -287,9 +287,9 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     # divide to get the squared norm of the mean of these gradients
     if mean.is_sum: mean_sq /= size**2
     trace,grad_sq = estimate(squares, mean_sq, size, k)
-    # `trace` estimates a variance. It can only be negative by rounding, which makes `trace*(k-1)`
-    # negative by less than a tenth of `squares`, even in bfloat16, or if a callback has changed the
-    # gradient.
+    # `trace` estimates a variance, so a negative `trace` has one of two causes. Rounding makes
+    # `trace*(k-1)` negative by less than a tenth of `squares`, even in bfloat16. If it is more negative,
+    # a callback has changed the gradient.
     was_gradient_changed = trace*(k-1)<-.1*squares
     if was_gradient_changed:
         return self._warn("the step's gradient is longer than its micro-batches' gradients add up to, "

@@ -173,7 +173,7 @@ class GradientAccumulationSchedule(_Scheduled):
         final_accum_bs:int, # Samples per optimizer step after `finish`
         start:int|float=0, # Start of the change: epoch (int) or fraction of training
         finish:int|float=0.3, # End of the change: epoch (int) or fraction of training
-        schedule:Callable=SchedCos, # Annealer, or function of the change's progress (0 to 1)
+        schedule:Callable=SchedCos, # Annealer, or function from progress (0 to 1) to samples
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`

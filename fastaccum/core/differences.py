@@ -270,7 +270,7 @@ def larger_batch(self:DifferenceWarnings, n:int):
 def more_batches(self:DifferenceWarnings, n_steps:int):
     "Warn that the loader yields more batches than the `n_steps` planned steps need"
     # If batches are larger than planned, the steps need fewer of them, so some are left. `larger_batch`
-    # has warned of this already.
+    # has already warned that batches are larger.
     if 'larger-batches' in self.warn_once.given: return
     self.warn_once('more-batches', "the training loader yields more batches than its `__len__` "
         f"says, so learning rates are planned for {n_steps} steps only, and the last of these may be "

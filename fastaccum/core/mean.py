@@ -117,7 +117,7 @@ def _checked(size, read_tensor, loss=None):
     """Check `size`, a result of `n_items`, and return it; a tensor in CPU memory becomes a number
 
     A tensor on a GPU is only checked if `read_tensor`, because reading it synchronizes the GPU. If the
-    `loss` of the micro-batch is given, a size of 0 must go with it.
+    `loss` of the micro-batch is given, a size of 0 is refused for a loss that is finite and not 0.
     """
     if isinstance(size, torch.Tensor) and size.numel()==1:
         # Return a number: to calculate the loss with a CPU tensor, PyTorch would copy the tensor to the
@@ -131,10 +131,12 @@ def _checked(size, read_tensor, loss=None):
     if not 0<=size<float('inf'):
         raise ValueError(f"`n_items` must return a finite number, zero or more, got {size!r}"
             + more_link('size-function'))
+    if size!=0 or loss is None: return size
     # a mean over no items is NaN, or 0 if the loss function prevents the division by 0
-    if size==0 and loss is not None and loss and isfinite(loss):
+    loss = float(loss)
+    if loss!=0 and isfinite(loss):
         raise ValueError("`n_items` must return a finite number above 0 for a micro-batch with a loss "
-            f"of {float(loss):.3g}, got 0, so nothing would be trained. Return the number of items "
+            f"of {loss:.3g}, got 0, so nothing would be trained. Return the number of items "
             "that this loss is a mean of"
             + more_link('size-function'))
     return size
@@ -292,7 +294,8 @@ def _masked(self:StepMean, learn, items, loss):
 def sum_up(self:StepMean):
     "Add up the counts and losses of all processes; synchronizes the GPU if there are several processes"
     if self.processes is None or self.processes.n==1: return
-    own = self.items,self.losses,self.samples,int(self.is_sum or 0)
+    has_sum = self.is_sum is True   # `None` if this process has no samples in the step
+    own = self.items,self.losses,self.samples,int(has_sum)
     self.items,self.losses,self.samples,n_with_sum = self.processes.sum(*own)
     self.samples = int(self.samples)
     # a process without samples in the step has not called `measure`: set what `measure` would have set

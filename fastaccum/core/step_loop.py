@@ -251,7 +251,7 @@ def _before_backward(self:StepLoop):
     cbs = [cb for cb in self.events.listeners('before_backward') if cb is not self.acc]
     n_before = next((i for i,cb in enumerate(cbs) if isinstance(cb, MixedPrecision)), len(cbs))
     for cb in cbs[:n_before]: self._send_noting_change(cb, 'before_backward')
-    self.acc.before_backward()   # calls `share_loss`, unless fastai's own `one_batch` sends this event
+    self.acc.before_backward()   # calls `share_loss`
     for cb in cbs[n_before:]:
         if isinstance(cb, MixedPrecision): self._send_noting_change(cb, 'before_backward')
         else: self._share_late_penalty(cb)
@@ -461,7 +461,7 @@ def _run_split(self:StepLoop, n, changed):
     if n_rows>n: self.differences.splits_rows(n_rows, n)
     division = limit.divide(learn.model, learn.xb, learn.yb, n_rows, self.warn_once)
     parts = BatchParts(learn, n_rows, changed, division)
-    # a limit that shrinks may only split a later batch: try the first one, before any weight changes
+    # a limit that shrinks may leave the first batch whole: split it on trial, before any weight changes
     if not learn.iter and limit.shrinks: parts.part(0, 1)
     self.run_parts(n, parts, Retries(learn, limit), self._run_micro_batch)
 

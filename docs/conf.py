@@ -43,7 +43,7 @@ pygments_dark_style = 'github-dark'
 html_static_path = ['style.css', 'tables.js', 'preview.png']
 html_css_files = ['style.css']
 html_js_files = ['tables.js']
-html_favicon = 'icon.svg'
+html_favicon = html_logo = 'icon.svg'
 html_math_renderer = 'mathml'
 html_copy_source = html_show_sphinx = html_use_index = html_domain_indices = False
 templates_path = ['templates']

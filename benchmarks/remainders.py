@@ -1,6 +1,6 @@
 """Steps and unused samples of 250 samples in micro-batches of 16 and steps of 64, over two epochs.
 
-`python benchmarks/remainders.py` prints a table in Markdown, of which README.md shows two rows.
+`python benchmarks/remainders.py` prints a table in Markdown. README.md quotes its losses and steps.
 """
 import warnings
 warnings.filterwarnings('ignore')

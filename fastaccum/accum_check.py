@@ -200,7 +200,7 @@ def _title(self:AccumCheck):
     n = sum(self.sizes)
     parts = f"micro-batches of {', '.join(map(str, self.sizes))}"
     if len(self.sizes)>4: parts = f'{len(self.sizes)} micro-batches of up to {max(self.sizes)}'
-    title = f'{n} samples at once, and in {parts}: {result}'
+    title = f'{n} samples at once or in {parts}: {result}'
     if not self.too_many: return title
     return f'{self.too_many} samples do not fit in memory at once, so {n} were compared: {title}'
 

@@ -1,4 +1,4 @@
-"""Train with small batches, and get the result of a large one.
+"""Get the result of a large batch, in the memory of a small one.
 
 Docs: https://fastaccum.github.io/fastaccum/accumulation.html.md"""
 

@@ -57,10 +57,11 @@ page,faq = texts('messages'),texts('faq')
 headed = [o for o in page if o.startswith('### ')]
 # An entry is a row of a table or a section with a heading; `written` has both by key
 rows = {m[1]:m[0] for o in page for m in re.finditer(fr'^\| {tool.span}.*$', o, re.M)}
-# The anchors of headings that stand above a group of entries, and are no entries
-groups = {'waiting-processes', 'batch-size', 'incomplete-steps', 'sizes-of-the-loader', 'token-budget',
+# The anchors of headings above a group of entries, and of headings that say more than the key of their entry
+groups = {'processes-that-wait', 'batch-size', 'incomplete-steps', 'sizes-of-the-loader', 'token-budget',
     'trials-and-searches', 'other-callbacks-and-optimizers', 'gradientcache', 'activationcheckpoint',
-    'several-processes'}
+    'several-processes', 'batches-larger-than-a-step', 'callback-adds-rows', 'callback-changes-the-loss',
+    'cancelled-micro-batches', 'micro-batches-became-smaller', 'mixup-within-micro-batches', 'tensor-changed-in-place'}
 # Keys of version 0.2.0 that no message has any more; links to them must still lead to an entry
 old_keys = {'betas-of-adam', 'gradient-comes-and-goes', 'keeps-the-whole-batch', 'model-part', 'no-noise-scale',
     'not-a-callback', 'processes-apart', 'split-function', 'told-different-things'}

@@ -146,8 +146,8 @@ def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
         micro = self.plan.loaders[0].micro_bs
     elif bs: micro = cache_size
     if micro and micro<n: return n,micro,min(micro, cache_size or micro)
-    # Parts should be unequal, and have at least 2 samples, because BatchNorm refuses 1: that takes 5
-    # samples. Compare 5 samples if the loader's batches are smaller.
+    # Parts of equal sizes would hide a wrong weighting, and BatchNorm refuses a part of 1 sample. The
+    # smallest unequal parts have 2 and 3 samples, so compare 5 if the loader's batches are smaller.
     is_too_small = accum_bs is None and bs and bs<5<=(n_of(dl) or 0)
     if is_too_small: accum_bs = 5
     return accum_bs,None,None
@@ -248,8 +248,8 @@ class _Diagnosis:
         self.needed = []         # callbacks that cannot be left out, because the step fails without them
         # name of a parameter -> the relative difference of its gradient; the largest of them is `off`
         self.layers = {}
-        # Like `layers`, but measured as for `rest_off`, which is the largest difference in it. Empty if
-        # no module was put in evaluation mode and no callback left out.
+        # Like `layers`, but measured as for `rest_off`. The largest difference here is `rest_off`. Empty
+        # if no module was put in evaluation mode and no callback was left out.
         self.remaining = {}
         self.rows = []           # a `Row` for each row of the table that `AccumCheck` displays
         size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'
@@ -358,8 +358,9 @@ def _predictions_row(self:_Diagnosis):
     row = Row('predictions', probe.predictions_off, self.tol, probe.why)
     if row.off is None or row.ok: return row
     gradients_agree = self.off is not None and self.off<=self.tol
-    # If the gradients agree, only the shape of the predictions differs, which does no harm: some models
-    # cut each micro-batch to the length of its longest sequence.
+    # If the gradients agree, only the shapes of the predictions differ, as in models that cut each
+    # micro-batch to the length of its longest sequence. This does no harm, so the row shows the
+    # difference of the gradients.
     if gradients_agree and not probe.remembering: return Row('predictions', self.off, self.tol)
     where = describe_modules(self.model, probe.depending)
     if probe.remembering:

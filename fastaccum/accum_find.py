@@ -29,14 +29,14 @@ from .core.loader_info import samples_of, sizes_of
 # %% ../nbs/09_accum_find.ipynb #accum-find
 @patch
 def accum_find(self:Learner,
-    # Samples in a measured step; default: the size of a fit's first step, but at least 4 micro-batches;
-    # or 8 micro-batches if no callback accumulates
+    # Samples in a measured step. Default: the size of a fit's first step, but at least 4 micro-batches.
+    # If no callback accumulates, the default is 8 micro-batches
     accum_bs:int|None=None,
     steps:int=20, # Steps to measure
     lr:float|slice|None=None, # Learning rate of the measured steps; defaults to `learn.lr`
     cbs:Callback|list|None=None, # More callbacks for the measured steps, as in `fit`
     show_plot:bool=True # Whether to plot the noise scale over the measured steps
-)->'FoundAccum': # `int(…)` converts it to the suggested samples per step, in whole micro-batches
+)->'FoundAccum': # `int(…)` gives the suggested samples per step, a multiple of the micro-batch
     """Measure the gradient's noise in some steps, restore the Learner, and suggest the size of a step
 
     A noise scale of `B` samples means that the noise in the mean gradient of `B` samples is as large as
@@ -100,8 +100,8 @@ def _measure(learn, acc, size, bs, n_steps, lr):
     n_batches = ceil((n_steps+20)*size/bs)
     settings = {}
     if acc is not None:
-        # `capped` returns a copy. If memory runs out with the batches here, whose size a fit does not
-        # use, the limit of the fit must not shrink.
+        # `capped` returns a copy of the limit. If memory runs out here, only the copy shrinks, because a
+        # fit does not use batches of this size.
         limit = None if acc.limit is None else acc.limit.capped(acc.micro_batch_size)
         settings = dict(n_items=acc.n_items, micro_batch_size=limit)
     noise = NoiseScale(1)

@@ -50,8 +50,8 @@ class GradientAccumulation(QuietCallback):
     AccumulationWarning: in a fit, when the run differs or may differ from the full-batch run; once per
         fit for each cause
     """
-    # 12: after `GradientClip` and `DistributedTrainer`, which have 11. `DistributedTrainer` replaces the
-    # loader by a `DistributedDL`, and the steps are made from the batches of that loader.
+    # 12, after `DistributedTrainer`, which has 11 as `GradientClip` does. It replaces the loader by a
+    # `DistributedDL`, and the steps are made from the batches of that loader.
     order = GradientClip.order+1
     run_valid = False
     loop = None         # the `StepLoop`, which holds the state of the running or the last fit

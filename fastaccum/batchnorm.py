@@ -31,8 +31,8 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    # Samples in a batch; default: `accum_bs` of a callback on the Learner, otherwise 64, but at least
-    # the loader's batch size
+    # Samples in a batch. Default: `accum_bs` of the `GradientAccumulation` on the Learner, or 64 without
+    # one; or the loader's batch size if that is larger
     bs:int|None=None,
     n:int|None=None # Maximum samples to read; default: 10,000. The first batch is always read
 ):
@@ -60,7 +60,8 @@ class RecalibrateBN(QuietCallback):
     RuntimeError: when the fit begins, if there are several processes, and the model has SyncBatchNorm
     UserWarning: when the fit begins, if no BatchNorm layer learns statistics
     """
-    # first after `TrainEvalCallback`, so that callbacks that save the model save the new statistics
+    # directly after `TrainEvalCallback`, and so before callbacks that save the model: they then save the
+    # new statistics
     order = TrainEvalCallback.order+1
     run_bs_find = False
     # fastai would name the callback `recalibrate_bn`, and so hide the Learner's method of that name

@@ -150,8 +150,8 @@ def _try(run, size, n, is_last_resort):
         trial.speed = _train(run, size, n)
         trial.ok = True
     except Exception as e:
-        # Keep the message of each error, but not an out-of-memory error itself: its traceback would keep
-        # the batch in memory.
+        # The message of each error is kept. An out-of-memory error itself is not, because its traceback
+        # would keep the batch in memory.
         trial.error = f'{type(e).__name__}: {e}'
         if not (is_out_of_memory(e) or is_last_resort): error = e
     if world_size()>1: error = _compare_processes(trial, error, run.device)

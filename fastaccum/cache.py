@@ -47,8 +47,8 @@ class GradientCache(PatchingCallback):
     call = None
     # `model.training` (True or False) -> for each output of the model, whether it has a row per sample
     has_rows_by_mode = None
-    # The model runs twice on each micro-batch. This is whether the fit has compared the outputs of the
-    # two runs of a micro-batch.
+    # Whether this fit has compared the outputs of the two runs of a micro-batch: one in the forward
+    # pass, and one in the backward pass.
     checked = False
     @by_name('micro_batch_size')
     def __init__(self, *,

@@ -43,8 +43,8 @@ class ActivationCheckpoint(PatchingCallback):
     patches = ()        # a `Patch` for each replaced `forward`; empty outside of a fit
     last_used = None    # a `Segments`: the segments of the last fit; `None` before the first fit
     def __init__(self,
-        # A class, a tuple of classes, a list of modules, or a function of a module that returns whether
-        # the module is a segment; by default, the callback finds segments
+        # The modules to use as segments: a class, a tuple of classes, a list of modules, or a function
+        # `f(module)` that returns whether `module` is a segment. By default, the callback finds segments
         segments:type|tuple|list|Callable|None=None
     ):
         self.given = check_segments(segments)
@@ -56,8 +56,8 @@ class ActivationCheckpoint(PatchingCallback):
         if self.learn is None: return Segments()
         return find_segments(unwrapped(self.learn.model), self.given)
 
-    # Leave out the patches when the callback is pickled: if `learn.export()` is called in a fit, the
-    # pickled model has its original `forward` methods, so there is nothing to undo.
+    # `learn.export()` in a fit pickles the model with its original `forward` methods. The pickled
+    # callback has nothing to undo there, so leave out its patches.
     def __getstate__(self): return vars(self)|dict(patches=())
 
 # %% ../nbs/04_checkpoint.ipynb #check

@@ -274,7 +274,8 @@ def after_step(self:NoiseScale):
 @patch
 def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     "Add a reading of `k` micro-batches with `n` samples, or warn why the step cannot be measured"
-    # if a gradient has overflowed, or `_note_norm` has set a norm to NaN, measure the next step instead
+    # If a gradient has overflowed, or `_note_norm` could not measure a norm, return before the counter
+    # is reset, so that the next step is measured instead.
     if not np.isfinite([squares,mean_sq]).all(): return
     self.steps_until_measured = self.every   # `after_step` subtracts 1 per step, also for this step
     if round(n)<mean.samples:
@@ -287,9 +288,8 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     # divide to get the squared norm of the mean of these gradients
     if mean.is_sum: mean_sq /= size**2
     trace,grad_sq = estimate(squares, mean_sq, size, k)
-    # `trace` estimates a variance, so a negative `trace` has one of two causes. Rounding makes
-    # `trace*(k-1)` negative by less than a tenth of `squares`, even in bfloat16. If it is more negative,
-    # a callback has changed the gradient.
+    # Computed exactly, `trace` is never negative. Rounding makes `trace*(k-1)` negative by less than a
+    # tenth of `squares`, even in bfloat16. If it is more negative, a callback has changed the gradient.
     was_gradient_changed = trace*(k-1)<-.1*squares
     if was_gradient_changed:
         return self._warn("the step's gradient is longer than its micro-batches' gradients add up to, "
@@ -312,7 +312,7 @@ def trace(self:NoiseScale)->float: # NaN before the first measurement
     return float(self.readings[-1].averages[0]) if self.readings else float('nan')
 
 @patch(as_prop=True)
-def grad_sq(self:NoiseScale)->float: # 0 or less if noise hides the gradient; NaN before any measurement
+def grad_sq(self:NoiseScale)->float: # 0 or less if there is too much noise; NaN before any measurement
     "The squared norm of the gradient without noise: |G|²"
     return float(self.readings[-1].averages[1]) if self.readings else float('nan')
 

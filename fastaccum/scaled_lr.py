@@ -26,13 +26,14 @@ class ScaledLR(PatchingCallback):
     ValueError: `base_bs` is below 1, or `rule` is unknown; when a fit begins, the Learner has two
         `ScaledLR` callbacks, or the parameters of the model are sharded over processes
     """
-    # before MixedPrecision: the rate is scaled and recorded even if MixedPrecision cancels the step
+    # Run before MixedPrecision, which cancels the step if gradients overflow. The rate of a cancelled
+    # step is recorded too, so it must be scaled by then.
     order = MixedPrecision.order-3
     run_valid = False
     run_bs_find = False   # `bs_find` trains with a learning rate of 0, so there is nothing to scale
     acc = None            # the `GradientAccumulation` of the Learner; `None` if each batch is a step
     n_processes = 1       # processes that train the model together
-    kappa = None          # samples in the last step, divided by `base_bs`
+    kappa = None          # samples in a complete step, divided by `base_bs`
     factor = None         # number by which the last step's learning rate was multiplied
     opt = None            # the optimizer whose hyper-parameters are scaled now; `None` if none are
     scaled = ()           # a `_Scaled` for each hyper-parameter that is scaled now
@@ -89,7 +90,8 @@ def before_step(self:ScaledLR):
     for name,factor in factors.items():
         unscaled = [h[name] for h in self.opt.hypers]
         scaled = [o*factor for o in unscaled]
-        # set `self.scaled` first: after Ctrl-C in `set_hyper`, `undo_patches` must restore these values
+        # set `self.scaled` first: if Ctrl-C interrupts `set_hyper`, `undo_patches` finds the unscaled
+        # values there
         self.scaled = [*self.scaled,_Scaled(name, unscaled, scaled)]
         self.opt.set_hyper(name, L(scaled))
 

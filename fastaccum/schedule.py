@@ -175,7 +175,7 @@ class GradientAccumulationSchedule(_Scheduled):
         finish:int|float=0.3, # End of the change: epoch (int) or fraction of training
         schedule:Callable=SchedCos, # Annealer, or function from progress (0 to 1) to samples
         log_accum_batch:bool=True, # As in `GradientAccumulation`
-        micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
+        micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`
         drop_last:bool|None=None, # As in `GradientAccumulation`
         n_items:Callable|None=None, # As in `GradientAccumulation`
         *, verbose:bool=True # As in `GradientAccumulation`
@@ -245,7 +245,7 @@ class GradientAccumulationScheduler(_Scheduled):
         scheduling:dict[int,int], # Epoch or step, counted from 0 -> micro-batches per step from then on
         mode:str='epoch', # Unit of the keys of `scheduling`: 'epoch', or 'step' (an optimizer step)
         log_accum_batch:bool=True, # As in `GradientAccumulation`
-        micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
+        micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`
         drop_last:bool|None=None, # As in `GradientAccumulation`
         n_items:Callable|None=None, # As in `GradientAccumulation`
         *, verbose:bool=True # As in `GradientAccumulation`

@@ -120,7 +120,7 @@ def toy(
     n:int=70, # Samples in the dataset
     tokens:bool=False, # Whether to make sequences of tokens, as in `toy_data`
     shuffle:bool=False, # Whether to shuffle, in an order that is the same for any batch size
-    seed:int=0, # Seeds weights, data and order
+    seed:int=0, # Seed for the weights, the data and their order
     opt_func:Callable=partial(SGD, mom=0.9), # As in `Learner`
     loss_func:Callable|None=None, # As in `Learner`; defaults to cross-entropy
     data:Dataset|None=None, # A dataset instead of random data

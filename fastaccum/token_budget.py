@@ -80,9 +80,9 @@ class TokenDivision(Division):
         tensors = [o for o in leaves(b) if has_rows(o, n) and o.ndim==2 and self.has_columns(o)]
         padding_on_left = (stop==self.width).all() & (first>0).any()
         # Labels that were shifted to the next token have one column fewer than the tokens. `trim` cuts
-        # off columns on the side of the padding, so both are aligned at that side. The labels' mask
-        # lacks a column at the other side: the last one if the padding is on the left, otherwise the
-        # first.
+        # as many columns off the labels as off the tokens, on the side of the padding. So the labels'
+        # mask lacks the column at the other side: the last one if the padding is on the left, otherwise
+        # the first.
         mask_of_next_labels = torch.where(padding_on_left, self.mask[:,:-1], self.mask[:,1:])
         is_constant = []
         for o in tensors:
@@ -179,8 +179,8 @@ class TokenBudget(MicroBatchLimit):
     UserWarning: in a fit, when a row is longer than the budget
     """
     is_even = False
-    # The `WarnOnce` of the last fit in which the model's outputs with and without padding were compared.
-    # Each fit has its own `WarnOnce`, so a fit with another one compares the outputs again.
+    # The `WarnOnce` of the last fit that compared the model's outputs with and without padding. Each fit
+    # has its own `WarnOnce`, so this one tells whether the running fit has already compared them.
     warn_once_of_comparison = None
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
     def __init__(self,
@@ -246,8 +246,8 @@ def divide(self:TokenBudget,
     ValueError: the lengths of the rows are not known
     UserWarning: a row is longer than the budget, or the model does not ignore padding
     """
-    # models with this method, such as fastai's AWD_LSTM, keep a hidden state for each row from batch to
-    # batch, so their rows must not be sorted
+    # A model with a method `_change_hidden`, such as fastai's AWD_LSTM, keeps a hidden state for each
+    # row from batch to batch, so its rows must not be sorted.
     keeps_state = any(hasattr(m, '_change_hidden') for m in model.modules())
     division = TokenDivision((*xb,*yb), n, self._mask(xb, yb, n), self.max_tokens, sorts=not keeps_state)
     longest = division.trimmed_width(0, n)
@@ -288,8 +288,8 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     # with all its padding, a micro-batch needs more memory: compare only as many rows as fit the budget
     n_rows = max(1, division.budget//division.width)
     cut = start,min(stop, start+n_rows)
-    # DistributedDataParallel would wait in its forward pass for the other processes, which may not
-    # compare outputs in this batch: run the model without this wrapper
+    # In its forward pass, DistributedDataParallel waits for the other processes, but perhaps these do
+    # not compare outputs in this batch: run the model without this wrapper
     if isinstance(model, DistributedDataParallel): model = model.module
     try:
         trimmed = _outputs(model, division.part(xb, *cut, trims=True))

@@ -145,7 +145,7 @@ class Compare:
         split:Callable=split, # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
         bs:int|None=None, # Samples in the whole batch; defaults to the loader's batch size
         n_batches:int=1, # How many batches of `bs` samples to read from the loader
-        micro:int|None=None # Samples in each part, as in a fit's micro-batches; `None`: unequal parts
+        micro:int|None=None # Samples in each part, if all are equally large; `None`: unequal sizes
     ):
         self.run,self.make_cbs = run,make_cbs
         self.loader_yields_parts,self.split = loader_yields_parts,split

@@ -123,11 +123,11 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
             m = modules[name]
             may_freeze = m is not model and m not in frozen and not isinstance(m, nn.Sequential)
             if may_freeze and _differs_by_itself(a, b, name, tol): break
-        else: break   # no module is left to freeze
+        else: break   # none of the other modules differs by itself
         same_class = [o for o in modules.values() if type(o) is type(m)]
         new = [o for o in same_class if o.training and o not in frozen] or [m]
-        # Unfreeze the modules inside of those in `new`. Perhaps an outer module alone is at fault,
-        # because it changes the inner one's weights, as fastai's `WeightDropout` does to an LSTM.
+        # Unfreeze modules inside of those in `new` that were frozen in earlier rounds: perhaps only the
+        # outer module is at fault, as fastai's `WeightDropout`, which changes the weights of an LSTM.
         inside = {o for m in new for o in m.modules()}-{*new,*frozen_by_caller}
         frozen[:] = [m for m in frozen if m not in inside]+new
     return first_diff,False
@@ -182,14 +182,14 @@ class FirstBatchProbe(QuietCallback):
         self.remembering = []     # modules whose outputs change if the same batch comes a second time
         self.reset = False        # whether the model keeps a state that `model.reset()` clears
         # whether whole batch and parts give the same predictions if the modules in `drawing` and
-        # `depending` are frozen
+        # `depending` are in evaluation mode
         self.agree = False
         # The relative difference between the whole batch and parts of unequal sizes, in the gradient of
         # the loss with respect to the predictions. `None` if unknown.
         self.loss_off = None
         self.loss_why = ''        # why `loss_off` is unknown
-        # `loss_off`, if a fit does not show this difference because all its parts have the same size;
-        # otherwise 0
+        # equal to `loss_off` if the user's fit does not have this difference, because its micro-batches
+        # have equal sizes; otherwise 0
         self.hidden_loss = 0.
 
 # %% ../../nbs/core/28_diagnose.ipynb #first-events
@@ -232,7 +232,7 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     parts = [self.split(xb, *o, self.n_rows) for o in bounds(sizes)]
     trace = partial(ModuleTrace, model, ForwardState(model.modules()))
     find = partial(find_differing_modules, model, tol=self.tol)
-    traces = {}   # arguments of `whole` -> its result: a `ModuleTrace` of the whole batch
+    traces = {}
     def whole(frozen, reset=False):
         "Trace the whole batch, once for each `frozen` and `reset`; `traces` keeps the results"
         key = *frozen,reset
@@ -256,8 +256,8 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     else: self.predictions_off,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
-    # The predictions differ although all modules in `frozen` are frozen. BatchNorm layers outside
-    # `frozen` are at fault as well, because a sample's output always depends on the other samples.
+    # The predictions differ although all modules in `frozen` are frozen. Blame the other BatchNorm
+    # layers that ran, too: in training mode, their output for a sample depends on the other samples.
     self.depending += [m for m in batchnorms(model) if m in once.modules_that_ran and m not in frozen]
 
 # %% ../../nbs/core/28_diagnose.ipynb #blame

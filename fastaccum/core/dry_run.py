@@ -29,9 +29,9 @@ from .patching import QuietCallback, uninterrupted
 from .warnings import AccumulationWarning
 
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot
-# a `Snapshot` does not note the attributes of objects whose class is from one of these packages
+# a `Snapshot` does not look into objects whose class is from one of these packages, such as a DataFrame
 _not_visited = sys.stdlib_module_names|{'torch','numpy','pandas','matplotlib','PIL'}
-# but it does note the attributes of objects of these classes, although they are from these packages
+# but it looks into objects of these classes, although they are from these packages
 _visited = (nn.Module,optim.Optimizer,optim.lr_scheduler.LRScheduler,GradScaler,SimpleNamespace)
 # a `Snapshot` leaves out objects that cannot change, and classes and Python modules
 _constants = str,bytes,int,float,type(None),type,ModuleType
@@ -107,7 +107,8 @@ _not_called = {'fastaccum.accumulation.GradientAccumulation',
     'fastai.callback.tracker.TerminateOnNaNCallback',
     'fastai.distributed.DistributedTrainer', 'fastai.callback.schedule.ParamScheduler',
     'fastai.callback.wandb.WandbCallback', 'fastai.callback.tensorboard.TensorBoardBaseCallback'}
-# events that may change the batch or the loss: a callback with one of them does not only log
+# events in which a callback may change the batch or the loss: a callback that has a method for one of
+# them does more than log
 _changing_events = 'before_batch','after_pred','after_loss','before_backward'
 
 def takes_part(cb:Callback)->bool:
@@ -135,7 +136,7 @@ class Batches(GetAttr):
 # %% ../../nbs/core/26_dry_run.ipynb #run
 class CountSteps(QuietCallback):
     "Counts optimizer steps, and ends the fit after `most` steps, or before validation"
-    order,run_valid = 1000,False   # last: the exception that ends the fit skips later callbacks
+    order,run_valid = 1000,False   # runs last: its exception would skip later callbacks
     def __init__(self, most:float=float('inf'), tick:Callable=noop):
         self.most = most
         self.tick = tick    # function to call after each step

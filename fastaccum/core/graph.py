@@ -30,12 +30,14 @@ def uses_batch(learn:Learner, loss_grad_fn:object)->bool:
     `loss_grad_fn` is the `grad_fn` of the loss before callbacks changed the loss.
     """
     preds = [o.grad_fn for o in leaves(learn.pred) if isinstance(o, Tensor)]
-    # A callback that adds a term in place may make PyTorch replace the last node of the loss,
-    # `loss_grad_fn`. So the search for added nodes stops at any node that the loss had before.
+    # If a callback changes the loss in place, PyTorch may replace its last node, `loss_grad_fn`, in the
+    # graph. A search that stops only at this node would take the loss's other nodes for added ones, so
+    # the search stops at any node that the loss had before.
     own_loss = graph_nodes([loss_grad_fn], until=preds)
     added = graph_nodes([learn.loss_grad.grad_fn], until=own_loss)
     computed = graph_nodes(preds)
     if added & computed: return True
     leaf_nodes = [o for node in added for o,_ in node.next_functions if hasattr(o, 'variable')]
-    # a leaf of the graph is a parameter or a tensor of the batch, such as an input of the model
+    # A leaf of the graph that is no parameter is a tensor of the batch, such as an input of the model.
+    # If there is one, the added term depends on the samples.
     return any(not isinstance(o.variable, nn.Parameter) for o in leaf_nodes)

@@ -28,15 +28,16 @@ class LogRows:
         self.n_seen = None
         self.wandb = []         # the Learner's callbacks for W&B, found once per epoch
         self.tensorboard = []   # the Learner's callbacks for TensorBoard, found once per epoch
-        # the Learner's callbacks whose `to_log` returns more values to log, found once per epoch
+        # the Learner's callbacks with a `to_log`, which returns values to log besides those that fastai
+        # logs
         self.to_log = []
-        self.n_rows = 0         # micro-batches in a whole epoch; fastai would log each of them
+        self.n_rows = 0         # rows that fastai would log in an epoch: one for each micro-batch
         self.began = 0.         # when the step began, in seconds of `time.perf_counter`
         # number of recorded losses minus number of completed steps; more than 0 if the losses of
         # micro-batches are recorded (`log_accum_batch=False`)
         self.n_more_rows = 0
-        # `learn.train_iter` minus the number of steps: `n_more_rows` while `train_iter` counts recorded
-        # losses (see `count_rows`), otherwise 0
+        # By how much `learn.train_iter` is larger than the number of steps. This is `n_more_rows` while
+        # `train_iter` counts recorded losses (see `count_rows`), and 0 while it counts steps.
         self.n_added = 0
 
     def begin_epoch(self, learn:Learner, n_rows:int):

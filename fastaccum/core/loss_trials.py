@@ -285,8 +285,8 @@ def try_parts(self:LossChanges, learn:Learner, counter:ItemCounter)->Probed:
 @patch
 def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     "Warn if a callback's change of the loss makes the run differ from the full-batch run, or may do so"
-    # fastai's own callbacks need no test: they scale the loss, or add a mean over samples, as
-    # `RNNRegularizer` does
+    # fastai's own callbacks need no test: they scale the loss, or add a mean over samples (as
+    # `RNNRegularizer` does), and both give the same result in micro-batches
     def is_fastais(cb): return type(cb).__module__.startswith('fastai.')
     found = [(cb,event) for cb,event,_ in micro.loss_changes if not is_fastais(cb)]
     if not found: return

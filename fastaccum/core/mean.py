@@ -120,8 +120,8 @@ def _checked(size, read_tensor, loss=None):
     `loss` of the micro-batch is given, a size of 0 is refused for a loss that is finite and not 0.
     """
     if isinstance(size, torch.Tensor) and size.numel()==1:
-        # Return a number: to calculate the loss with a CPU tensor, PyTorch would copy the tensor to the
-        # GPU, and this copy would synchronize the GPU.
+        # Return a number, because `StepMean` would copy a CPU tensor to the GPU, and this copy would
+        # synchronize the GPU.
         if on_host(size): return _checked(size.item(), read_tensor, loss)
         if read_tensor: _checked(size.item(), read_tensor, loss)
         return size
@@ -151,7 +151,7 @@ class ItemCounter:
     def __init__(self, n_items:Callable|None=None):
         self.n_items = n_items    # `n_items(learn)` is the user's function that counts items, or `None`
         self.loss_func = None     # the loss function for which `count` was chosen
-        # `count(learn)` counts the items of a micro-batch; `None` for a sum, and before `choose`
+        # `count(learn)` counts the items of a micro-batch; `None` if the loss is a sum, or not known yet
         self.count = None
         # whether `n_items` has already returned a valid number: only its first number is checked,
         # because a check synchronizes the GPU
@@ -207,9 +207,8 @@ class StepMean:
         # sum of the micro-batches' losses, each multiplied by its number of items if the loss is a mean
         self.losses = 0.
         self.needs_grad = False     # whether the loss of at least one micro-batch required a gradient
-        # the attributes below are set by `measure`
-        # whether the loss is a sum over samples; `None` before the first micro-batch
-        self.is_sum = None
+        # `measure` sets the next three attributes
+        self.is_sum = None          # whether the loss is a sum over samples; `None` until it is measured
         self.current = None         # the `Measured` of the micro-batch that runs
         # number of items of this process in the step, estimated from the first micro-batch; the share of
         # a micro-batch in the step is its own number of items divided by this number
@@ -236,8 +235,8 @@ def measure(self:StepMean, learn:Learner, n:int)->float|torch.Tensor:
     if loss.dtype in (torch.float16,torch.bfloat16): loss = loss.float()
     items = self.counter(learn, n, loss)
     if self.expected is None:
-        # `max` avoids a division by 0: `n` counts the loader's samples, so it is 0 for an empty batch
-        # even if callbacks have added rows to the batch
+        # `n` counts the samples of the loader, without rows that callbacks have added. It is 0 if the
+        # loader's batch is empty: `max` avoids a division by 0.
         items_per_sample = self._items_if_none_ignored(learn, items, n)/max(n, 1)
         self.expected = number_on(loss.device, items_per_sample*self.n_here)
     if isinstance(items, torch.Tensor) or not items: items,loss = self._masked(learn, items, loss)
@@ -285,7 +284,8 @@ def _masked(self:StepMean, learn, items, loss):
         for o in learn.pred if isinstance(learn.pred, (tuple,list)) else (learn.pred,):
             if isinstance(o, torch.Tensor) and o.requires_grad:
                 o.register_hook(lambda g: torch.where(any_counts, g, torch.zeros_like(g)))
-    # loggers may record `learn.loss` after each micro-batch, so it must not be NaN
+    # If no item counts, the loss is a mean over 0 items, which is NaN. Loggers may record `learn.loss`
+    # after each micro-batch, so take the loss of the previous step instead.
     learn.loss = torch.where(any_counts, loss, self.last_loss)
     return items,learn.loss
 
@@ -294,7 +294,7 @@ def _masked(self:StepMean, learn, items, loss):
 def sum_up(self:StepMean):
     "Add up the counts and losses of all processes; synchronizes the GPU if there are several processes"
     if self.processes is None or self.processes.n==1: return
-    has_sum = self.is_sum is True   # `None` if this process has no samples in the step
+    has_sum = self.is_sum is True   # `is_sum` is `None` if this process has no samples in the step
     own = self.items,self.losses,self.samples,int(has_sum)
     self.items,self.losses,self.samples,n_with_sum = self.processes.sum(*own)
     self.samples = int(self.samples)
@@ -362,7 +362,7 @@ def join_outputs(learn:Learner, outs:list):
     if not len(learn.yb): return
     if items[0] is None: learn.loss = sum(losses)
     else:
-        items = [float(o) for o in items]   # synchronizes the GPU, once for all parts of the batch
+        items = [float(o) for o in items]   # synchronizes the GPU, but only after all parts have run
         total = sum(items)
         # if all targets are ignored, take the loss of the first part. It is usually NaN, and so is the
         # loss that fastai computes for the whole batch

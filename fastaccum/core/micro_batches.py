@@ -31,7 +31,7 @@ class HiddenRows:
     "Splits the hidden state of fastai's `AWD_LSTM`, which has a row for each of `n` samples"
     def __init__(self, model:nn.Module, n:int):
         self.n = n
-        self.rnns = [m for m in model.modules() if hasattr(m, '_change_hidden')]   # [] for other models
+        self.rnns = [m for m in model.modules() if hasattr(m, '_change_hidden')]   # [] if there are none
         for m in self.rnns:
             # the state must have `n` rows: resize it, as `AWD_LSTM` does when a batch has another size
             if m.bs!=n: m._change_hidden(n)
@@ -206,11 +206,11 @@ class MicroBatchLimit:
     def __init__(self, split:Callable=split):
         example = 'lambda batch, start, stop, n: [o[start:stop] for o in batch]'
         self.split = check_function('split', split, 4, example)
-        self.max_train = None   # the most samples of a micro-batch in training; `None`: no limit
-        self.max_valid = None   # the most samples of a micro-batch in validation; `None`: no limit
+        self.max_train = None   # maximum samples in a micro-batch in training; `None`: no limit
+        self.max_valid = None   # maximum samples in a micro-batch in validation; `None`: no limit
 
     def max_samples(self, training:bool)->int|None:
-        "Return the most samples of a micro-batch in training or validation; `None` if there is no limit"
+        "Return the maximum samples in a micro-batch in training or validation; `None`: no limit"
         return self.max_train if training else self.max_valid
 
     def capped(self, n:int|None):
@@ -296,7 +296,8 @@ def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
     free_memory()
     self.unreported = self.unreported or (n,reason)
     limit = self.max_samples(training)
-    # a `Division` may exceed the limit to keep rows together; then no smaller micro-batch is possible
+    # To keep rows together, a `Division` may make a micro-batch larger than the limit. Such a
+    # micro-batch cannot become smaller.
     is_above_limit = limit is not None and n>limit
     if n==1 or is_above_limit:
         smallest = f'{n} samples that are kept together' if n>1 else 'a single sample'
@@ -345,7 +346,7 @@ class MicroBatch:
         # for each change of the loss by a callback: (callback, event, `grad_fn` of the changed loss)
         self.loss_changes = []
         self.share = 1.         # weight of this micro-batch's loss in the mean loss of the step
-        self.has_share = False  # whether `share` was set in `GradientAccumulation.before_backward`
+        self.has_share = False  # whether `share` was computed; if not, it is the default
         # whether the backward pass has run; a micro-batch without one is left out of the step
         self.ran = False
         self.batch = None       # inputs and targets of the micro-batch, if the Learner's batch is split
@@ -403,7 +404,8 @@ class Retries:
         state = ForwardState(learn.model.modules())
         for failed in self.unfinished:
             # `failed.grads` already contain the gradients of this micro-batch. To count them only once,
-            # run it with empty gradients, which `_succeeded` then replaces by `failed.grads`.
+            # clear these gradients before it runs again. Afterwards, `_succeeded` puts `failed.grads`
+            # back.
             for p,_ in failed.grads: p.grad = None
         undo_backward = UndoBackward(params_of(learn.opt) if self.training else [], first)
         def undo():

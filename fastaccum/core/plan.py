@@ -42,7 +42,7 @@ class LoaderSizes(NamedTuple):
 class PlannedStep(NamedTuple):
     "The sizes of one planned step, in samples"
     sizes:tuple # Samples that each process trains on in this step
-    full:int # Samples of a complete step, over all processes; whole batches, unless batches are split
+    full:int # Samples of a complete step, over all processes; in whole batches unless they are split
     wanted_here:int # Samples after which a process ends the step: its part of the effective batch size
 
 # %% ../../nbs/core/00_plan.ipynb #equal
@@ -68,8 +68,8 @@ class EqualSteps(Sequence):
         "List pairs: a number of consecutive steps of equal size, and the samples in each of these steps"
         starts = {0}   # indices of steps that differ in size from the step before
         for size,dl in zip(self.full_sizes, self.loaders):
-            i_incomplete = dl.n//size    # in this step, the process has too few samples for its part
-            i_empty = ceil(dl.n/size)    # in this step, the process has no samples left
+            i_incomplete = dl.n//size    # step for which `dl` has too few samples left
+            i_empty = ceil(dl.n/size)    # first step for which `dl` has no samples left
             starts |= {i_incomplete,i_empty}
         edges = sorted({self.n,*(i for i in starts if i<self.n)})
         return [(stop-start,sum(self[start].sizes)) for start,stop in zip(edges, edges[1:])]
@@ -352,8 +352,8 @@ def _check_filled(self:Plan, warns, size_name):
 def _warn_left_out(self:Plan):
     "Warn if incomplete steps, which the user has not asked to drop, have a tenth of the samples or more"
     left_out = [self.left_out(i) for i in self._different_epochs()]
-    # `drop_last=False` brings back the samples in dropped steps, but not the samples that the loaders
-    # themselves drop
+    # Count only the samples in dropped steps: `drop_last=False`, which the warning recommends, does not
+    # bring back the samples that the loaders themselves drop.
     in_dropped_steps = [o-self.dropped for o in left_out]
     is_few = sum(in_dropped_steps)*10<self.n_all*len(left_out)
     if not any(in_dropped_steps) or is_few: return

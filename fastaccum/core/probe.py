@@ -113,7 +113,8 @@ def pair(previous:tuple|None, learn:Learner)->tuple:
     current = _copy((pred,tuple(learn.yb),tuple(learn.xb)))
     if previous is None: return None,current
     try: pred,yb,xb = join([previous,current], [1,1])
-    # samples of different shapes cannot be joined: drop the previous one, and let the current one wait
+    # Samples of different shapes cannot be joined: drop the previous one, and try to join the current
+    # one with the next.
     except (RuntimeError,TypeError): return None,current
     return _Pair(pred=pred, yb=yb, xb=xb, learn=learn),None
 
@@ -140,9 +141,8 @@ def _gap(losses, sizes, is_sum):
     else: raise ValueError('the sizes of the parts do not add up to the size of the whole')
     weighted = [w*o for w,o in zip(weights, parts) if w]
     if not isfinite(whole): raise ValueError('the loss is not finite')
-    # According to `sizes`, each part in `weighted` has items, so the mean over its items is finite. A
-    # loss that is not finite is a mean over other items than `sizes` counts: return an infinite
-    # difference.
+    # The loss of the whole is finite, so the mean over the items of each part must be finite too. If it
+    # is not, the loss is a mean over other items than those counted: return an infinite difference.
     if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
     return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
 
@@ -233,7 +233,7 @@ def probe(learn:Learner, n:int, counter:Callable, change:Callable|None=None)->Pr
     state = ForwardState(model.modules())
     try:
         with state.again(), catch_warnings():
-            simplefilter('ignore')   # PyTorch may warn of the shape of a part, which no fit uses
+            simplefilter('ignore')   # PyTorch may warn of shapes that only this test has
             loss_func = _copy_loss(learn.loss_func, learn, model)
             return _compare_parts(learn, loss_func, n, counter, state.devices, change)
     except _LossError as e: return Probed(None, str(e), raised=True)

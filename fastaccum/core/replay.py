@@ -36,8 +36,8 @@ def _has_rows(x, y, nx, ny):
     "Whether the output `x` has a row for each of `nx` samples; `y` is the same output for `ny` samples"
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)): return False
     if x.ndim!=y.ndim or x.shape[:1]!=(nx,) or y.shape[:1]!=(ny,): return False
-    # a matrix of similarities has two dimensions of samples. Joined matrices of micro-batches would lack
-    # the similarities between samples of different micro-batches.
+    # Refuse an output with two dimensions of samples, such as a matrix of similarities: joined from
+    # micro-batches, it would lack the similarities between samples of different micro-batches.
     has_pairs = nx!=ny and (nx,ny) in zip(x.shape[1:], y.shape[1:])
     if has_pairs: _refuse(x, nx)
     return True
@@ -142,8 +142,8 @@ def no_sync(self:ReplayedForward):
 def forward(self:ReplayedForward):
     "Run all micro-batches; returns the joined predictions, which are one node of the graph"
     self.exchanges = [m for m in self.ddps if self.learns and m.require_backward_grad_sync]
-    # DDP would synchronize buffers in the forward pass of each micro-batch: do it once, before the
-    # states of micro-batches are saved
+    # DDP would synchronize buffers in the forward pass of each micro-batch. Synchronize them once, and
+    # before the states of micro-batches are saved, because these states contain the buffers.
     for m in self.exchanges:
         if m.will_sync_module_buffers(): m._sync_buffers()
         m.require_forward_param_sync = False
@@ -229,14 +229,14 @@ def _with_node(self:ReplayedForward, res, flat):
     self.first_outs = flat[0] if len(flat)>1 and not self.cb.checked else None
     self.versions = [(o,o._version) for o in (*self.tensors,*self.model.parameters())]
     params = [*self.model.parameters(),*(o for _,o in self.inputs.values())]
-    # Half-precision gradients are summed in float32, by `GradSums`. Autograd can add up other gradients
-    # in `p.grad`. But `GradSums` sums all of them if a micro-batch may fail and have to be undone, or if
-    # DDP exchanges the sums.
+    # `GradSums` adds up half-precision gradients in float32, and autograd adds up the others in
+    # `p.grad`. If memory may run out, so that a micro-batch has to be undone, or if DDP exchanges the
+    # sums, `GradSums` adds up all gradients.
     only_half = not self.cb.limit.shrinks and not self.exchanges
     self.sums = GradSums(in_half(params) if only_half else params)
     at = [i for i,x in enumerate(res) if isinstance(x, torch.Tensor)]
-    # Autograd adds a node to its graph only if an input of `apply` requires a gradient. Possibly none of
-    # the other inputs requires one, so `anchor` does.
+    # Autograd adds a node to its graph only if an input of `apply` requires a gradient. The parameters
+    # are no inputs of `apply`, and the model's inputs may require none, so `anchor` requires one.
     anchor = torch.empty(0, requires_grad=True)
     new = _Predictions.apply(anchor, self, [res[i] for i in at], [self.needs[i] for i in at],
         *(x for x,_ in self.inputs.values()))
@@ -293,7 +293,8 @@ def _replay_all(self:ReplayedForward, grads):
     todo = [*others[::-1],last]
     while todo:
         i,start,stop = todo.pop()
-        # `max_samples` has fallen if memory ran out for an earlier micro-batch of this backward pass
+        # If memory has run out in this backward pass, `max_samples` has fallen, and this micro-batch may
+        # be too large now. The micro-batch that still has its graph (`last_outs`) is not split.
         is_too_large = self.last_outs is None and stop-start>self.max_samples
         parts = self.division.bounds(self.max_samples, start, stop) if is_too_large else []
         if len(parts)>1:

@@ -28,9 +28,9 @@ class BatchStream:
     """
     def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
         self.sizes = sizes
-        # `count(batch, expected)` returns the number of samples in `batch`, or `expected` if the
-        # tensors' shapes do not tell: the loader's batch size, or fewer if the epoch has fewer samples
-        # left
+        # `count(batch, expected)` returns the number of samples in `batch`, or `expected` if no tensor's
+        # shape shows it. `expected` is the loader's batch size, or the samples left in the epoch if
+        # these are fewer.
         self.count = count
         self.batches = iter(dl)
         self.n_read = 0          # batches read so far
@@ -78,9 +78,9 @@ class Step:
         self.n_here = plan.sizes[rank]          # samples of this process in the step
         self.n_all = sum(plan.sizes)            # samples of all processes in the step
         self.full = plan.full                   # samples of a complete step, over all processes
-        # Samples after which this process ends the step: `wanted_here`, its part of the effective batch
-        # size, or `n_here` if the epoch has fewer samples left. `n_here` may also be larger than
-        # `wanted_here`, because it is rounded up to whole batches.
+        # The step ends with the batch in which this process reaches this number of samples:
+        # `wanted_here`, its part of the effective batch size, or `n_here` if the epoch has fewer left.
+        # Otherwise `n_here` may be larger than `wanted_here`, because it counts whole batches.
         self.target = min(self.n_here, plan.wanted_here)
 
     def _refuse(self, *_):

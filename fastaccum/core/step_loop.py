@@ -56,10 +56,10 @@ class StepLoop:
         self.last_loss = 0.                      # mean loss of the previous step
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
-        self.events = None                       # sends events to callbacks
-        self.comms = []                          # reasons why processes communicate in each micro-batch
+        self.events = None                       # the `Events`, which calls the callbacks
+        self.comms = []                          # texts: why processes communicate in each micro-batch
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
-        self.grad_sums = GradSums([])            # sums for half-precision or compiled models; else empty
+        self.grad_sums = GradSums([])            # for half-precision or compiled models; else empty
         self.n_batches = 0                       # batches of the loader that have run
         self.n_planned = 0                       # batches of the loader that the planned steps need
         self.has_stepped = False                 # whether the optimizer has taken a step in this epoch
@@ -69,10 +69,10 @@ class StepLoop:
         self.step = None                         # the `Step` that runs
         self.mean = None                         # a `StepMean`: the mean loss of `step` so far
         self.kept_losses = None                  # a `KeptLosses`: averages what a `LossMetric` reads
-        self.n_left_out = 0                      # micro-batches of `step` cancelled by callbacks
+        self.n_left_out = 0                      # micro-batches that callbacks have cancelled in `step`
         self.micro = None                        # the `MicroBatch` that runs, or else the last one
 
-    # In a fit, `learn.export()` pickles this object with `learn.dl`: leave out what cannot be pickled
+    # `learn.export()` in a fit pickles `learn.dl`, and so this object: keep only what can be pickled
     def __getstate__(self): return dict(acc=self.acc, learn=self.learn)
 
     @property
@@ -156,7 +156,7 @@ def run_step(self:StepLoop, i:int, step:Step):
         # also for Ctrl-C and Cancel… exceptions: leave no gradient, patch or loader process behind
         explain_fixed_size(e, our_callback(self.learn, 'GradientCache') or self.acc)
         set_autocast_state(autocast)
-        torch.set_grad_enabled(True)   # Ctrl-C at the end of a `no_grad()` leaves gradients switched off
+        torch.set_grad_enabled(True)   # Ctrl-C while a `no_grad()` block ends may leave them off
         self._empty_grads()
         step.batches.end()
         self.loader.end()
@@ -196,7 +196,7 @@ def _run_batch(self:StepLoop, b, n):
     learn.n_iter = max(self.n_planned, self.n_batches)   # the loader may yield more batches than planned
     if n>self.loader.sizes.bs: self.differences.larger_batch(n)
     is_split = self.limit is not None and self.limit.splits(n)
-    # note all attributes now: the attributes that MixUp, for example, sets in `before_batch` are split
+    # note all attributes, to find those that callbacks set in `before_batch`: these are split as well
     changed = ChangedAttrs([learn,*learn.cbs]) if is_split else None
     learn._split(b if is_on(self.batch_device, b) else learn._set_device(b))
     if self.loss_trials.n_left>0: self.loss_trials.begin_batch(learn)
@@ -251,7 +251,7 @@ def _before_backward(self:StepLoop):
     cbs = [cb for cb in self.events.listeners('before_backward') if cb is not self.acc]
     n_before = next((i for i,cb in enumerate(cbs) if isinstance(cb, MixedPrecision)), len(cbs))
     for cb in cbs[:n_before]: self._send_noting_change(cb, 'before_backward')
-    self.acc.before_backward()   # calls `share_loss`
+    self.acc.before_backward()   # multiplies the loss by its share
     for cb in cbs[n_before:]:
         if isinstance(cb, MixedPrecision): self._send_noting_change(cb, 'before_backward')
         else: self._share_late_penalty(cb)
@@ -261,8 +261,8 @@ def _share_late_penalty(self:StepLoop, cb):
     "Call a callback that runs after mixed precision; multiply its term by the micro-batch's share"
     learn,before = self.learn,self.learn.loss_grad.clone()
     is_changed = self._send_noting_change(cb, 'before_backward')
-    # With `grad_sums`, the gradients of a mean loss are multiplied by the share after the backward pass:
-    # multiplying the callback's term here would apply the share twice.
+    # If `grad_sums` is in use, it multiplies the gradients of a mean loss, including this term, by the
+    # share after the backward pass. Multiplying the term here would apply the share twice.
     weighs_loss = self.mean.is_sum or not self.grad_sums
     if is_changed and weighs_loss: learn.loss_grad = before+(learn.loss_grad-before)*self.micro.share
 
@@ -274,8 +274,8 @@ def _backward(self:StepLoop):
     if self.grad_check.noted is not None and mean.n_micro_batches:
         n_changed = self.grad_check.n_changed()
         if n_changed: self.differences.grads_changed(n_changed)
-    # Skip the backward pass of a loss without a graph, if another loss of the step has one. If none has,
-    # run that of the step's last micro-batch, so that PyTorch raises its usual error.
+    # A loss without a graph has no backward pass. But if no loss of the step has a graph, run the
+    # backward pass of the step's last micro-batch, so that PyTorch raises its usual error.
     must_raise = not mean.needs_grad and mean.samples+self.micro.n>=self.step.target
     if learn.loss_grad.requires_grad or must_raise: learn._backward()
     self.micro.ran = True
@@ -290,7 +290,7 @@ def share_loss(self:StepLoop):
     # with `grad_sums`, gradients and not the loss are multiplied by the share, after the backward pass
     if mean.is_sum: self._share_penalty()
     elif not self.grad_sums: learn.loss_grad = plain_tensor(learn.loss_grad)*micro.share
-    # test no micro-batch that ends a step: if it is the whole step, it cannot differ from the full batch
+    # skip the last micro-batch of a step: if it is the whole step, it cannot differ from the full batch
     if mean.samples+micro.n>=self.step.target: return
     self.loss_trials.test_micro_batch(learn, micro, mean, warns=not self.processes.rank)
     self.differences.check_micro_batch(learn, self.step, micro)
@@ -461,7 +461,7 @@ def _run_split(self:StepLoop, n, changed):
     if n_rows>n: self.differences.splits_rows(n_rows, n)
     division = limit.divide(learn.model, learn.xb, learn.yb, n_rows, self.warn_once)
     parts = BatchParts(learn, n_rows, changed, division)
-    # a limit that shrinks may leave the first batch whole: split it on trial, before any weight changes
+    # a limit that shrinks may leave the first batch whole: test now whether it can be split
     if not learn.iter and limit.shrinks: parts.part(0, 1)
     self.run_parts(n, parts, Retries(learn, limit), self._run_micro_batch)
 
@@ -489,12 +489,12 @@ def run_parts(self:StepLoop,
             has_failed = bool(retries.unfinished)
             with explain_split(stop-start, n_rows):
                 is_done = retries.attempt(run, self.micro, training and not self.mean.n_micro_batches)
-            # after a failure, `Retries` changes gradients: `grad_check` must not blame callbacks for it
+            # if memory ran out, `Retries` has changed gradients: `grad_check` must not blame callbacks
             if has_failed or not is_done: self.grad_check.forget()
             if not is_done: continue
             if is_part: self.micro.batch = learn.xb,learn.yb
             parts.hidden.keep()
             start = stop
-            # the caller ends the last micro-batch, which ends the batch as well
+            # the caller ends the last micro-batch, together with the batch
             if training and start<n_rows: self._end_micro_batch(ends_batch=False)
     finally: parts.restore()

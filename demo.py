@@ -4,7 +4,6 @@ The runs are on batches of 256, on micro-batches of 32 with fastaccum, and on mi
 fastai's own callback.
 """
 import os, random, sys, time, warnings
-from contextlib import nullcontext
 warnings.filterwarnings('ignore', category=FutureWarning)   # torch warns about its own code
 # threads slow down such a small model, especially on a busy machine
 os.environ.setdefault('OMP_NUM_THREADS', '1')
@@ -58,7 +57,11 @@ def train(name, bs, acc):
     print(f'\n{name}')
     learn = make_learner(bs)
     learn.add_cb(SamplesSeen())
-    with nullcontext() if sys.stdout.isatty() else learn.no_bar(): learn.fit_one_cycle(n_epoch, 3e-3, cbs=acc)
+    # where no progress bar can be drawn, print only the table that compares the runs
+    if not sys.stdout.isatty():
+        learn.remove_cb(ProgressCallback)
+        learn.logger = noop
+    learn.fit_one_cycle(n_epoch, 3e-3, cbs=acc)
     return name,learn
 
 def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])

@@ -339,7 +339,8 @@ def _loss_row(self:_Diagnosis):
     else: row = Row('loss', probe.loss_off, tol, probe.loss_why)
     if row.off is None or row.ok: return row
     n_items = '`n_items=`, a function that counts the items that the loss is a mean over'
-    return row._replace(remedy=f"{n_items}; {self.cache_remedy}; or `reduction='mean'` in each term")
+    return row._replace(remedy=f"{n_items}; {self.cache_remedy}; `reduction='mean'` in each term; "
+        "or `learn.loss_func.reduction = 'sum'` if the whole loss is meant to be a sum")
 
 # %% ../nbs/02_accum_check.ipynb #rows-predictions
 def _in_one_cell(*texts):

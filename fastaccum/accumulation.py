@@ -28,7 +28,7 @@ from .core.plan import LoaderSizes, Plan, Position, count_of
 from .core.process_checks import check_loaders, check_processes, check_wrapped, per_micro_batch_comms
 from .core.step_loader import OneBatchLoader, Step
 from .core.step_loop import CurrentStep, StepLoop
-from .core.valid_batch import run_valid_batch
+from .core.valid_batch import run_valid_batch, run_whole_valid_batch
 from .core.warnings import more_link
 
 # %% ../nbs/00_accumulation.ipynb #cb
@@ -256,11 +256,14 @@ def after_backward(self:GradientAccumulation):
 # %% ../nbs/00_accumulation.ipynb #events-validate
 @patch
 def before_validate(self:GradientAccumulation):
-    "Let `micro_batch_size='auto'` split validation batches that do not fit in memory"
-    shrinks = self.limit is not None and self.limit.shrinks
-    if self.validates or not shrinks: return
+    """If validation batches do not fit in memory, let `micro_batch_size='auto'` split them
+
+    A fixed size splits only training batches, so that an error says what helps.
+    """
+    if self.validates or self.limit is None: return
     loop = self.loop or StepLoop(self, self.learn)
-    self.learn.dl = OneBatchLoader(self.learn, self.dl, partial(run_valid_batch, loop))
+    run = run_valid_batch if self.limit.shrinks else run_whole_valid_batch
+    self.learn.dl = OneBatchLoader(self.learn, self.dl, partial(run, loop))
 
 @patch
 def before_update(self:GradientAccumulation, step:Step):
@@ -297,7 +300,11 @@ def plan(self:GradientAccumulation,
 
 @patch(as_prop=True)
 def current_step(self:GradientAccumulation)->CurrentStep|None:
-    "The running step, as other callbacks may read it; `None` before the first step of a fit"
+    """The running step, for other callbacks to read; `None` before the first step of a fit
+
+    Among its attributes are `mean.samples`, the number of samples so far, `full`, the samples of a
+    complete step, and `per_epoch`, the samples in an epoch.
+    """
     return self.loop and self.loop.current_step
 
 # %% ../nbs/00_accumulation.ipynb #plan-processes

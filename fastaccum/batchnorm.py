@@ -201,7 +201,7 @@ class _Recalibration:
         "The reason why there is no layer to estimate, in words"
         if bn_layers(self.model):
             return "all BatchNorm layers are frozen"
-        return f"the {type(self.model).__name__} has no BatchNorm layer with running statistics"
+        return f"this model ({type(self.model).__name__}) has no BatchNorm layer with running statistics"
 
     def _refuse_sync(self):
         """Refuse a model whose forward pass exchanges data between processes

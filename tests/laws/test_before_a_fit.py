@@ -268,6 +268,21 @@ def test_an_out_of_memory_error_names_auto_which_then_works(bs, cbs):
     with pytest.warns(UserWarning, match='memory ran out'):
         learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
 
+class LimitedInValidation(nn.Linear):
+    "A layer for which memory runs out above 8 samples, but only in validation"
+    def forward(self, x):
+        if not self.training and len(x)>8: raise torch.OutOfMemoryError('planted')
+        return super().forward(x)
+
+def test_an_out_of_memory_error_in_validation_names_val_bs_and_auto_which_then_works():
+    learn = toy(16, model=lambda: LimitedInValidation(5, 3).double(), splitter=all_params)
+    with pytest.raises(torch.OutOfMemoryError, match="planted\n.*`val_bs`.*`micro_batch_size='auto'`") as e:
+        learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size=8))
+    assert '#fixed-size-does-not-fit' in str(e.value)
+    assert 'one_batch' not in vars(learn)
+    with pytest.warns(UserWarning, match='memory ran out'):
+        learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
+
 def test_an_out_of_memory_error_with_a_cache_names_auto_for_the_cache():
     learn = toy(8, model=lambda: with_limited_memory(3), splitter=all_params)
     cbs = [GradientAccumulation(16),GradientCache(micro_batch_size=4)]

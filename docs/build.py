@@ -33,6 +33,12 @@ menu = {
     'Training': 'guides/learning_rate guides/growing_batches guides/last_batch guides/logging guides/save_and_resume',
     'Reference': 'reference/cheat_sheet reference/faq reference/messages reference/api',
     'About': 'about/how_exact about/compared about/switching about/works_with changelog'}
+# the pages of the API, as its page and the menu group them
+api_groups = {
+    'Accumulate': 'accumulation schedule token_budget reference/auto_size',
+    'See the whole batch': 'cache checkpoint batchnorm',
+    'Check and measure': 'accum_check bs_find accum_find noise_scale',
+    'Learning rates, logs and warnings': 'scaled_lr wandb reference/warnings'}
 contribute = ('architecture', 'callbacks', 'testing', 'benchmarks', 'faults_of_fastai')
 order = [*' '.join(menu.values()).split(), *(f'contribute/{nm}' for nm in contribute)]
 # shorter titles for the menu
@@ -348,8 +354,14 @@ def write_pages(src, pages):
         text = re.sub(re.escape(readme.docs_url())+r'/([\w/]+)\.html', r'/\1.ipynb', text)
         write_page(src, name, title[2:], '', [markdown(text)], inner=name!='changelog')
     lede = 'What you call, and what you get back. Each page has the parameters, errors, examples and caveats.'
-    below = markdown(toctree(p.name for p in users))
-    write_page(src, 'reference/api', 'API', lede, [contents(users, Page.title_names, lambda p: p.name), below])
+    by_name = {p.name:p for p in users}
+    groups = {title: [by_name.pop(name) for name in names.split()] for title,names in api_groups.items()}
+    if by_name: raise ValueError(f'pages that are in no group of the API: {", ".join(by_name)}')
+    cells = []
+    for title,grouped in groups.items():
+        cells += [markdown(f'## {title}'), contents(grouped, Page.title_names, lambda p: p.name)]
+    cells.append(markdown(toctree(p.name for grouped in groups.values() for p in grouped)))
+    write_page(src, 'reference/api', 'API', lede, cells)
     lede = ('The source, a page for each module, in the order in which one reads them: prose, code, and examples that '
         'are its first tests.')
     write_page(src, 'modules/index', 'Modules', lede, [contents(mods, Page.functions, lambda p: p.whole)], inner=True)

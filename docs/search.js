@@ -30,14 +30,15 @@ const answers = (written) => {
 };
 
 // How many words of a text are from a message of the package: all of them, or those that its parts begin with, if they are
-// at least four ("…" stands for a value between the parts)
+// at least four, or a whole part of three words ("…" stands for a value between the parts)
 const wordsFrom = (message, text) => {
   const contains = (words) => text.includes(` ${words.join(" ")} `);
   if (letters(message).includes(text)) return text.trim().split(" ").length;
   const found = message.split("…").map((part) => {
     const words = letters(part).trim().split(" ");
-    while (words.length > 3 && !contains(words)) words.pop();
-    return words.length > 3 ? words.length : 0;
+    const least = words.length === 3 ? 3 : 4;
+    while (words.length >= least && !contains(words)) words.pop();
+    return words.length >= least ? words.length : 0;
   });
   return found.reduce((a, b) => a + b);
 };

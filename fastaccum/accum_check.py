@@ -371,7 +371,8 @@ def _predictions_row(self:_Diagnosis):
     has_norm = any(isinstance(m, _BatchNorm) for m in probe.depending)
     norm_remedy = ''
     if has_norm:
-        norm_remedy = '`FreezeBN(lambda m: m[0])` if the body is pretrained; or `learn.recalibrate_bn()`'
+        norm_remedy = ('`FreezeBN(lambda m: m[0])` if the body is pretrained; or '
+            '`learn.recalibrate_bn()` after the fit, which helps only validation')
     remedy = _in_one_cell(_checkpoint_remedy(self.model), norm_remedy)
     return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 

@@ -184,7 +184,7 @@ class TokenBudget(MicroBatchLimit):
     warn_once_of_comparison = None
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
     def __init__(self,
-        max_tokens:int, # The most tokens in a micro-batch, padding included
+        max_tokens:int, # Maximum tokens in a micro-batch, padding included
         # Id of the padding token; needed only if there is no `attention_mask` and no `length`
         *, pad_id:int|None=None,
         # `length(batch)` returns the number of tokens in each row, without padding; by default, the

@@ -117,8 +117,8 @@ def _warn_mixing(self:DifferenceWarnings, cb, step):
     if not (mixes_as_fastai and cb.run and self._joins_batches(step)): return
     bs = self.loader.sizes.bs
     self.warn_once('mixed-in-micro-batches', f"{type(cb).__name__} mixes the {bs} samples of a "
-        f"loader's batch, not all {step.n_here} of a step, so this run differs from the full-batch "
-        f"run. Create the DataLoaders with `bs={step.n_here}`, and split their batches with "
+        f"loader's batch, not all {step.n_here} samples of a step, so this run differs from the "
+        f"full-batch run. Create the DataLoaders with `bs={step.n_here}`, and split their batches with "
         f"`micro_batch_size={bs}`", AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #warn-hooked

@@ -344,8 +344,8 @@ def _check_filled(self:Plan, warns, size_name):
     if self.drop_last:
         why = (" It is kept although the training loader drops its incomplete last batch, because "
             "otherwise nothing would be trained.")
-    warn(f"{what}, so the epoch is one smaller step.{why} Lower `{size_name}` to get full steps, or "
-        "pass `drop_last=False` to keep this step without a warning" + more_link('no-step'))
+    warn(f"{what}, so the whole epoch is a single, smaller step.{why} Lower `{size_name}` to get full "
+        "steps, or pass `drop_last=False` to keep this step without a warning" + more_link('no-step'))
 
 # %% ../../nbs/core/00_plan.ipynb #warn-left-out
 @patch

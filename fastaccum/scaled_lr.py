@@ -26,8 +26,8 @@ class ScaledLR(PatchingCallback):
     ValueError: `base_bs` is below 1, or `rule` is unknown; when a fit begins, the Learner has two
         `ScaledLR` callbacks, or the parameters of the model are sharded over processes
     """
-    # Run before MixedPrecision, which cancels the step if gradients overflow. The rate of a cancelled
-    # step is recorded too, so it must be scaled by then.
+    # Run before MixedPrecision, which cancels the step if gradients overflow, so that later callbacks
+    # are not called. The Recorder records the rate of a cancelled step too, so it has to be scaled.
     order = MixedPrecision.order-3
     run_valid = False
     run_bs_find = False   # `bs_find` trains with a learning rate of 0, so there is nothing to scale
@@ -36,7 +36,7 @@ class ScaledLR(PatchingCallback):
     kappa = None          # samples in a complete step, divided by `base_bs`
     factor = None         # number by which the last step's learning rate was multiplied
     opt = None            # the optimizer whose hyper-parameters are scaled now; `None` if none are
-    scaled = ()           # a `_Scaled` for each hyper-parameter that is scaled now
+    scaled = ()           # for each hyper-parameter that is scaled now: name, old and new values
 
     @by_name('base_bs')
     def __init__(self, *,

@@ -184,8 +184,8 @@ class FirstBatchProbe(QuietCallback):
         # whether whole batch and parts give the same predictions if the modules in `drawing` and
         # `depending` are in evaluation mode
         self.agree = False
-        # The relative difference between the whole batch and parts of unequal sizes, in the gradient of
-        # the loss with respect to the predictions. `None` if unknown.
+        # The relative difference of a gradient, that of the loss with respect to the predictions: the
+        # whole batch against parts of unequal sizes. `None` if unknown.
         self.loss_off = None
         self.loss_why = ''        # why `loss_off` is unknown
         # equal to `loss_off` if the user's fit does not have this difference, because its micro-batches

@@ -233,7 +233,7 @@ def probe(learn:Learner, n:int, counter:Callable, change:Callable|None=None)->Pr
     state = ForwardState(model.modules())
     try:
         with state.again(), catch_warnings():
-            simplefilter('ignore')   # PyTorch may warn of shapes that only this test has
+            simplefilter('ignore')   # PyTorch may warn of shapes that no fit has
             loss_func = _copy_loss(learn.loss_func, learn, model)
             return _compare_parts(learn, loss_func, n, counter, state.devices, change)
     except _LossError as e: return Probed(None, str(e), raised=True)

@@ -89,7 +89,7 @@ class ReplayedForward:
         self.division = cb.limit.divide(model, self.args, (), n, cb.warn_once)
         self.bounds = []        # for each micro-batch: its first row, and the row after its last row
         self.states = []        # for each micro-batch: the `ForwardState` from which it starts
-        # DDP models that exchange gradients after this backward pass; empty if DDP's exchange is off
+        # DDP models whose gradients are exchanged after the backward pass; empty within DDP's `no_sync`
         self.exchanges = []
         # the next four attributes are set by `forward` and read by `backward`
         self.needs = []         # for each output of the final micro-batch, whether it needs a gradient

@@ -261,8 +261,8 @@ def _share_late_penalty(self:StepLoop, cb):
     "Call a callback that runs after mixed precision; multiply its term by the micro-batch's share"
     learn,before = self.learn,self.learn.loss_grad.clone()
     is_changed = self._send_noting_change(cb, 'before_backward')
-    # If `grad_sums` is in use, it multiplies the gradients of a mean loss, including this term, by the
-    # share after the backward pass. Multiplying the term here would apply the share twice.
+    # With `grad_sums`, a mean loss is not multiplied by the share. Its gradients are, after the backward
+    # pass, and with them those of this callback's term: do not multiply the term here as well.
     weighs_loss = self.mean.is_sum or not self.grad_sums
     if is_changed and weighs_loss: learn.loss_grad = before+(learn.loss_grad-before)*self.micro.share
 

@@ -359,9 +359,8 @@ def _predictions_row(self:_Diagnosis):
     row = Row('predictions', probe.predictions_off, self.tol, probe.why)
     if row.off is None or row.ok: return row
     gradients_agree = self.off is not None and self.off<=self.tol
-    # If the gradients agree, only the shapes of the predictions differ, as in models that cut each
-    # micro-batch to the length of its longest sequence. This does no harm, so the row shows the
-    # difference of the gradients.
+    # Predictions may differ only in their shapes, as in models that cut each micro-batch to the length
+    # of its longest sequence. If the gradients agree, this does no harm: show the gradients' difference.
     if gradients_agree and not probe.remembering: return Row('predictions', self.off, self.tol)
     where = describe_modules(self.model, probe.depending)
     if probe.remembering:

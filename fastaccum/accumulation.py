@@ -218,10 +218,10 @@ def _announce(self:GradientAccumulation):
     learn,loop = self.learn,self.loop
     has_table = learn.logger is not noop and learn.create_mbar and any(
         isinstance(o, ProgressCallback) and o.run for o in learn.cbs)
-    was_printed = loop.announced is loop.plan
+    was_printed = loop.printed_plan is loop.plan
     if self.verbose and has_table and not was_printed and not loop.processes.rank:
         print(f'{type(self).__name__}: {loop.plan.summary}')
-    loop.announced = loop.plan
+    loop.printed_plan = loop.plan
 
 @patch
 def after_train(self:GradientAccumulation):

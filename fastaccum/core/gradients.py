@@ -60,7 +60,10 @@ class GradSums:
         self.params = params
         self.sums = {}   # a parameter -> the sum of its gradients
 
-    def __bool__(self): return bool(self.params)
+    @property
+    def in_use(self)->bool:
+        "Whether gradients are added up here, and not in the parameters' `grad`"
+        return bool(self.params)
 
     def add(self, weight:float|torch.Tensor=1.):
         "Add the gradients of a micro-batch, multiplied by `weight`, to the sums, and empty `grad`"

@@ -62,7 +62,7 @@ def count_rows(self:LogRows, learn:Learner, counts_rows:bool):
     self.n_added = n_to_add
 
 @patch
-def after_batch(self:LogRows, cb:Callback, is_row:bool):
+def send_after_batch(self:LogRows, cb:Callback, is_row:bool):
     "Send `after_batch` to `cb`; meanwhile, `learn.train_iter` counts recorded losses if `is_row`"
     self.count_rows(cb.learn, is_row)
     try: cb('after_batch')

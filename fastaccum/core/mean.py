@@ -151,7 +151,7 @@ class ItemCounter:
     def __init__(self, n_items:Callable|None=None):
         self.n_items = n_items    # `n_items(learn)` is the user's function that counts items, or `None`
         self.loss_func = None     # the loss function for which `count` was chosen
-        # `count(learn)` counts the items of a micro-batch; `None` if the loss is a sum, or not known yet
+        # `count(learn)` counts the items of a micro-batch; `None` for a sum, and before `choose` has run
         self.count = None
         # whether `n_items` has already returned a valid number: only its first number is checked,
         # because a check synchronizes the GPU

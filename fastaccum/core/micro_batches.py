@@ -393,9 +393,9 @@ class Retries:
         return division.end_of(start, end, self.limit.max_samples(self.training))
 
     def attempt(self, run:Callable, micro:MicroBatch, first:bool)->bool:
-        """Call `run()` for a micro-batch, which may be the `first` of its step
+        """Call `run()`, which runs the micro-batch `micro`; if memory runs out, undo it
 
-        Returns whether memory was enough.
+        `first`: no micro-batch of the step has run yet. Returns whether memory was enough.
         """
         if not self.limit.shrinks:
             run()

@@ -70,11 +70,11 @@ class BatchStream:
 # %% ../../nbs/core/02_step_loader.ipynb #step
 class Step:
     "The batches of one step, with its sizes in samples"
-    def __init__(self, batches:BatchStream, plan:PlannedStep, rank:int=0, announced:bool=True):
+    def __init__(self, batches:BatchStream, plan:PlannedStep, rank:int=0, is_planned:bool=True):
         self.batches = batches
         # whether the step is in the plan; `False` if the loader yields more samples than its `__len__`
         # and `bs` promise
-        self.announced = announced
+        self.is_planned = is_planned
         self.n_here = plan.sizes[rank]          # samples of this process in the step
         self.n_all = sum(plan.sizes)            # samples of all processes in the step
         self.full = plan.full                   # samples of a complete step, over all processes
@@ -156,7 +156,7 @@ class StepLoader(OneBatchLoader):
             # the end of each step, the others wait for it to exchange gradients.
             if are_several or batches.has_more(): yield Step(batches, planned, self.processes.rank)
         if self.drop_last: self._exhaust(batches)
-        elif len(self.steps) and batches.has_more(): yield from self._unannounced(batches, are_several)
+        elif len(self.steps) and batches.has_more(): yield from self._unplanned(batches, are_several)
         if not are_several: self._warn_fewer(batches.n_samples)
 
 # %% ../../nbs/core/02_step_loader.ipynb #n-batches
@@ -184,7 +184,7 @@ def _warn_fewer(self:StepLoader, n):
         "the loader an attribute `n`, the number of samples")
 
 @patch
-def _unannounced(self:StepLoader, batches, are_several):
+def _unplanned(self:StepLoader, batches, are_several):
     "Yield more steps than planned, each of the full size of the last planned step, until `dl` ends"
     if are_several:
         raise RuntimeError(f"this process has samples left after all {len(self.steps)} steps, "
@@ -192,7 +192,7 @@ def _unannounced(self:StepLoader, batches, are_several):
             "correct `__len__` and `bs`" + more_link('more-batches'))
     planned = self.steps[-1]
     planned = planned._replace(sizes=(planned.full,))
-    while batches.has_more(): yield Step(batches, planned, announced=False)
+    while batches.has_more(): yield Step(batches, planned, is_planned=False)
 
 # %% ../../nbs/core/02_step_loader.ipynb #exhaust
 @patch

@@ -46,7 +46,7 @@ class StepLoop:
         self.processes = Processes(learn.model)  # the processes that train this model together
         self.plan = None                         # the `Plan` of the fit
         self.planned_for = None                  # the settings that `plan` was made from
-        self.announced = None                    # the `Plan` that was printed last
+        self.printed_plan = None                 # the `Plan` that was printed last
         self.counter = ItemCounter(acc.n_items)  # counts the items of which the loss is a mean
         self.warn_once = WarnOnce()              # gives each warning of this fit once
         self.loss_trials = LossTrials(self.warn_once)   # tests whether the loss is a mean over samples
@@ -106,7 +106,7 @@ def current_step(self:StepLoop)->CurrentStep|None:
     "The record of the running step; `None` before the first step"
     if self.step is None: return None
     return CurrentStep(self.mean, self.micro, self.step.full, self.plan.n, self.processes,
-        weighs_grads=bool(self.grad_sums))
+        weighs_grads=self.grad_sums.in_use)
 
 # %% ../../nbs/core/15_step_loop.ipynb #begin
 @patch
@@ -172,7 +172,7 @@ def _begin_step(self:StepLoop, i, step):
         raise RuntimeError(f"{type(self.acc).__name__} was switched off or removed in the middle of an "
             "epoch, when a step may be half done: switch it off or remove it before or after an epoch"
             + more_link('middle-of-an-epoch'))
-    if not step.announced: self.differences.more_batches(i)
+    if not step.is_planned: self.differences.more_batches(i)
     self.step,self.micro = step,None
     self.n_left_out = 0
     self.mean = StepMean(step.n_here, step.n_all, self.counter, self.processes, self.last_loss)
@@ -251,7 +251,7 @@ def _before_backward(self:StepLoop):
     cbs = [cb for cb in self.events.listeners('before_backward') if cb is not self.acc]
     n_before = next((i for i,cb in enumerate(cbs) if isinstance(cb, MixedPrecision)), len(cbs))
     for cb in cbs[:n_before]: self._send_noting_change(cb, 'before_backward')
-    self.acc.before_backward()   # multiplies the loss by its share
+    self.acc.before_backward()   # multiplies the loss, with its penalties, by its share
     for cb in cbs[n_before:]:
         if isinstance(cb, MixedPrecision): self._send_noting_change(cb, 'before_backward')
         else: self._share_late_penalty(cb)
@@ -263,7 +263,7 @@ def _share_late_penalty(self:StepLoop, cb):
     is_changed = self._send_noting_change(cb, 'before_backward')
     # With `grad_sums`, a mean loss is not multiplied by the share. Its gradients are, after the backward
     # pass, and with them those of this callback's term: do not multiply the term here as well.
-    weighs_loss = self.mean.is_sum or not self.grad_sums
+    weighs_loss = self.mean.is_sum or not self.grad_sums.in_use
     if is_changed and weighs_loss: learn.loss_grad = before+(learn.loss_grad-before)*self.micro.share
 
 @patch
@@ -289,7 +289,7 @@ def share_loss(self:StepLoop):
     micro.has_share = True
     # with `grad_sums`, gradients and not the loss are multiplied by the share, after the backward pass
     if mean.is_sum: self._share_penalty()
-    elif not self.grad_sums: learn.loss_grad = plain_tensor(learn.loss_grad)*micro.share
+    elif not self.grad_sums.in_use: learn.loss_grad = plain_tensor(learn.loss_grad)*micro.share
     # skip the last micro-batch of a step: if it is the whole step, it cannot differ from the full batch
     if mean.samples+micro.n>=self.step.target: return
     self.loss_trials.test_micro_batch(learn, micro, mean, warns=not self.processes.rank)
@@ -311,7 +311,7 @@ def count_micro_batch(self:StepLoop):
     micro.pred = None   # free the model's output
     mean.add(self.learn)
     self.kept_losses.note(self.learn, micro.n)
-    if self.grad_sums: self.grad_sums.add(1. if mean.is_sum else micro.share)
+    if self.grad_sums.in_use: self.grad_sums.add(1. if mean.is_sum else micro.share)
     elif mean.samples<self.step.target: self.grad_check.note(self.learn.opt)
 
 # %% ../../nbs/core/15_step_loop.ipynb #cancel
@@ -362,7 +362,7 @@ def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
     for cb in self.events.listeners('after_batch'):
         hears_batch = ends_batch and not hears_steps(cb)
         hears_row = is_recorded and records(cb)
-        if hears_batch or hears_row: self.log_rows.after_batch(cb, records(cb))
+        if hears_batch or hears_row: self.log_rows.send_after_batch(cb, records(cb))
 
 @patch
 def _put_back_inputs(self:StepLoop):
@@ -381,7 +381,7 @@ def _complete_grads(self:StepLoop)->bool:
     if is_dropped or not mean.samples: return False
     params = [p for p in params_of(learn.opt) if p.requires_grad]
     correction = mean.correction
-    if self.grad_sums:
+    if self.grad_sums.in_use:
         grads = {p:g*number_on(g.device, correction) for p,g in self.grad_sums.pop().items()}
     else:
         scale_grads(params, correction)
@@ -433,7 +433,7 @@ def _end_step(self:StepLoop, micro_loss, step_loss):
             if self.log_steps: cb('after_batch')
             else:
                 learn.loss = micro_loss if records(cb) else step_loss
-                self.log_rows.after_batch(cb, records(cb))
+                self.log_rows.send_after_batch(cb, records(cb))
     finally:
         if train_metrics: learn.recorder.train_metrics = True
     if not self.log_steps: return
@@ -461,7 +461,7 @@ def _run_split(self:StepLoop, n, changed):
     if n_rows>n: self.differences.splits_rows(n_rows, n)
     division = limit.divide(learn.model, learn.xb, learn.yb, n_rows, self.warn_once)
     parts = BatchParts(learn, n_rows, changed, division)
-    # a limit that shrinks may leave the first batch whole: test now whether it can be split
+    # `'auto'` may split much later: cut the first batch now, so that an error comes before training
     if not learn.iter and limit.shrinks: parts.part(0, 1)
     self.run_parts(n, parts, Retries(learn, limit), self._run_micro_batch)
 
@@ -472,7 +472,7 @@ def run_parts(self:StepLoop,
     retries:Retries, # Says where each micro-batch ends, and repeats it if memory runs out
     run:Callable # Runs the micro-batch `self.micro`; called again if memory runs out
 ):
-    "Run the Learner's batch in micro-batches that fit in memory"
+    "Run the Learner's batch in micro-batches; with 'auto', repeat one in halves if memory runs out"
     learn,training = self.learn,self.learn.training
     division,n_rows = parts.division,parts.n
     start = 0
@@ -486,11 +486,11 @@ def run_parts(self:StepLoop,
             # convert rows to samples: if callbacks have added rows, there are more rows than samples
             n_samples_here = n*stop//n_rows-n*start//n_rows
             self.micro = MicroBatch(n_samples_here, start, stop)
-            has_failed = bool(retries.unfinished)
+            is_repeated = bool(retries.unfinished)
             with explain_split(stop-start, n_rows):
                 is_done = retries.attempt(run, self.micro, training and not self.mean.n_micro_batches)
-            # if memory ran out, `Retries` has changed gradients: `grad_check` must not blame callbacks
-            if has_failed or not is_done: self.grad_check.forget()
+            # if memory ran out, `Retries` has replaced gradients: `grad_check` must not blame callbacks
+            if is_repeated or not is_done: self.grad_check.forget()
             if not is_done: continue
             if is_part: self.micro.batch = learn.xb,learn.yb
             parts.hidden.keep()

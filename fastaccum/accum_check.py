@@ -70,7 +70,7 @@ def accum_check(self:Learner,
                     n_batches, micro_bs)
                 if accum_bs and compare.n<accum_bs:
                     raise ValueError(f"`accum_bs={accum_bs}` is more than the {compare.n} samples that "
-                        f"the training loader has: give at most {compare.n}"
+                        f"the training loader has: pass at most {compare.n}"
                         + more_link('samples-to-check'))
                 return _Diagnosis(compare, setup, no_cbs=cbs is None).diagnose(steps)
             diagnosis,too_many = None,None
@@ -88,7 +88,7 @@ def accum_check(self:Learner,
 def _check_args(learn, accum_bs, steps):
     "Refuse wrong arguments of `accum_check`, and a check on several processes"
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
-        raise ValueError("`accum_bs=1` is a single sample, which cannot be split: give at least 2"
+        raise ValueError("`accum_bs=1` is a single sample, which cannot be split: pass at least 2"
             + more_link('samples-to-check'))
     if steps!=0 or isinstance(steps, bool): check_count('steps', steps, 'step')
     check_search(learn, 'accum_check', "each would check other samples. Run it in a single process",
@@ -407,7 +407,7 @@ def _callbacks_row(self:_Diagnosis):
     if names and self.rest_off>tol and not has_other_cause:
         names = ', '.join(names)
         return Row('callbacks', None, tol, f'the step fails without {names}')
-    where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`' if self.no_cbs else ''
+    where = 'not checked: callbacks that are passed to `fit`; pass them as `cbs=`' if self.no_cbs else ''
     # no callback is at fault: if the gradients differ, another row of the table says why
     return Row('callbacks', 0., tol, where)
 

@@ -75,7 +75,7 @@ def _check_lr(lr):
     elif isinstance(lr, (list,tuple,L)): rates = lr
     else: rates = [lr]
     if all(o is None or isinstance(o, Real) and isfinite(o) for o in rates): return
-    raise ValueError(f"`lr={lr!r}` is not a finite number: give a number, a slice, or leave `lr` out"
+    raise ValueError(f"`lr={lr!r}` is not a finite number: pass a number, a slice, or leave `lr` out"
         + more_link('learning-rate'))
 
 def _measured_size(acc, accum_bs, dls, sizes):
@@ -83,7 +83,7 @@ def _measured_size(acc, accum_bs, dls, sizes):
     micro_bs = sizes.micro_bs
     if accum_bs is not None and accum_bs>sizes.n:
         raise ValueError(f"`accum_bs={accum_bs}` is more than the {sizes.n} samples that the training "
-            f"loader has in an epoch: give at most {sizes.n}" + more_link('samples-to-check'))
+            f"loader has in an epoch: pass at most {sizes.n}" + more_link('samples-to-check'))
     if accum_bs is not None: size = max(accum_bs, 2*micro_bs)
     else:
         usual = 8*micro_bs if acc is None else acc.plan(dls).accum_bs_at(0)

@@ -294,7 +294,7 @@ def plan(self:GradientAccumulation,
     dl = dls.train if isinstance(dls, DataLoaders) else dls
     if not (hasattr(dl, '__iter__') and hasattr(dl, '__len__')):
         raise TypeError(f"`plan` needs a Learner, its DataLoaders or a training loader, got {dls!r}: "
-            "give one of these, and then the number of epochs, such as `plan(learn, 5)`"
+            "pass one of these, and then the number of epochs, such as `plan(learn, 5)`"
             + more_link('plan-of-what'))
     return self._plan(dl, n_epoch, Processes(nn.Identity()), [])
 

@@ -95,7 +95,7 @@ def search(fits:Callable, mode:str='power', init_val:int=2, max_trials:int=25, n
 class Trial:
     "The result of training with one batch size"
     size:int # Samples in the batch
-    ok:bool=False # Whether the batch fitted into memory
+    ok:bool=False # Whether the batch fit in memory
     peak:int|None=None # Peak memory, in bytes; `None` if the device does not report it
     speed:float|None=None # Samples per second, not counting the first batch and the loading of data
     error:str|None=None # The error message, if the batch did not fit

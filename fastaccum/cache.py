@@ -87,13 +87,13 @@ def check_cached(learn:Learner, limit:MicroBatchLimit):
     if acc is not None and acc.limit is not None and acc.limit.splits(bs or 0):
         raise ValueError("GradientAccumulation would split batches by "
             f"`micro_batch_size={acc.limit!r}` before the loss, which has to see "
-            "whole batches: give the size to `GradientCache` only"
+            "whole batches: pass the size to `GradientCache` only"
             + more_link('split-before-the-loss'))
     has_sync = any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules())
     if has_sync and not limit.is_even and world_size()>1:
         raise ValueError(f"`micro_batch_size={limit!r}` does not work with SyncBatchNorm on several "
             f"processes: {limit.why_uneven}, and its SyncBatchNorm would wait for the others forever. "
-            "Give a number, such as the one that `learn.bs_find()` finds"
+            "Pass a number, such as the one that `learn.bs_find()` finds"
             + more_link('exchanges-in-the-forward-pass'))
 
 # %% ../nbs/03_cache.ipynb #begin

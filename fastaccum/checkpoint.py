@@ -51,7 +51,7 @@ class ActivationCheckpoint(PatchingCallback):
 
     @property
     def segments(self)->Segments:
-        "The segments of the last fit or, before any fit, of the coming one; displayed as a table"
+        "The segments of the last fit, or of the next one if there was none; displayed as a table"
         if self.last_used is not None: return self.last_used
         if self.learn is None: return Segments()
         return find_segments(unwrapped(self.learn.model), self.given)

@@ -45,7 +45,7 @@ class ScaledLR(PatchingCallback):
     ):
         self.base_bs = check_count('base_bs', base_bs)
         if rule=='adascale':
-            raise ValueError("`rule='adascale'` was removed from fastaccum: give 'linear', the usual "
+            raise ValueError("`rule='adascale'` was removed from fastaccum: pass 'linear', the usual "
                 "rule for SGD, or 'sqrt', the usual rule for Adam" + more_link('unknown-name'))
         if rule is not None: check_name('rule', rule, ('linear','sqrt'))
         self.rule = rule

@@ -37,7 +37,7 @@ def check_moment(name:str, o:int|float)->int|float:
         raise TypeError(f"`{name}` must be a fraction of training (a float) or an epoch (an int), got "
             f"{o!r} ({type(o).__name__})" + more_link('start-and-finish'))
     if not 0<=o<=2**53:
-        raise ValueError(f"`{name}={o}` is negative or not finite: give a fraction of training from 0. "
+        raise ValueError(f"`{name}={o}` is negative or not finite: pass a fraction of training from 0. "
             "to 1. (a float), or an epoch (an int)" + more_link('start-and-finish'))
     return o
 
@@ -53,8 +53,8 @@ def fractions(start:int|float, finish:int|float, n_epoch:int)->tuple[float,float
     begin = fraction(start, n_epoch)
     end = fraction(finish, n_epoch)
     if begin<=end: return begin,end
-    raise ValueError(f"`start={start}` is later than `finish={finish}`: give a `finish` that is not "
-        "before `start`" + more_link('start-and-finish'))
+    raise ValueError(f"`start={start}` is later than `finish={finish}`: pass a `finish` at or "
+        "after `start`" + more_link('start-and-finish'))
 
 # %% ../nbs/01_schedule.ipynb #annealer
 def as_annealer(schedule:Callable, start:int, end:int)->Callable:
@@ -65,7 +65,7 @@ def as_annealer(schedule:Callable, start:int, end:int)->Callable:
 
     TypeError: `schedule` cannot be called with two numbers, or does not return a function
     """
-    hint = ("give an annealer `f(start, end)` that returns a function of the position, such as "
+    hint = ("pass an annealer `f(start, end)` that returns a function of the position, such as "
         "`SchedCos`, or a function of the position alone")
     try:
         # `inspect.signature` raises a ValueError for some functions written in C. For these, the call of
@@ -92,13 +92,13 @@ def check_value(schedule:Callable, pos:float)->float:
     try: size = schedule(pos)
     except Exception as e:
         raise ValueError(f"`schedule` raised an error at position {pos:.3g} between `start` (0) and "
-            f"`finish` (1): {type(e).__name__}: {e}. Give a schedule that returns numbers of samples"
+            f"`finish` (1): {type(e).__name__}: {e}. Pass a schedule that returns numbers of samples"
             + more_link('schedule-function')) from e
     try: n = float(size)
     except (TypeError,ValueError,OverflowError): n = float('nan')
     if not 0<n<=2**53:
         raise ValueError(f"`schedule` returned {size!r} at position {pos:.3g} between `start` (0) and "
-            "`finish` (1). Give a schedule that returns numbers of samples, finite and above 0"
+            "`finish` (1). Pass a schedule that returns numbers of samples, finite and above 0"
             + more_link('schedule-function'))
     return n
 
@@ -116,14 +116,14 @@ def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
             + more_link('scheduling-dict'))
     for o in (*scheduling,*scheduling.values()):
         if isinstance(o, bool) or not isinstance(o, Integral):
-            raise TypeError(f"{o!r} in `scheduling={scheduling}` is of type {type(o).__name__}: give "
-                "all numbers as ints" + more_link('scheduling-dict'))
+            raise TypeError(f"{o!r} in `scheduling={scheduling}` is of type {type(o).__name__}: use "
+                "ints for all keys and values" + more_link('scheduling-dict'))
     for threshold,n in scheduling.items():
         if threshold<0:
-            raise IndexError(f"the key {threshold} in `scheduling={scheduling}` is negative: give "
-                "epochs or steps counted from 0" + more_link('scheduling-dict'))
+            raise IndexError(f"the key {threshold} in `scheduling={scheduling}` is negative: "
+                "count epochs or steps from 0" + more_link('scheduling-dict'))
         if n<1:
-            raise ValueError(f"the value {n} in `scheduling={scheduling}` is below 1: give at least 1 "
+            raise ValueError(f"the value {n} in `scheduling={scheduling}` is below 1: pass at least 1 "
                 "micro-batch per step" + more_link('scheduling-dict'))
     return {int(k):int(n) for k,n in sorted(scheduling.items())}
 
@@ -227,7 +227,7 @@ def before_fit(self:GradientAccumulationSchedule):
     reached = self.loop.plan.accum_bs_at(n_epoch)
     warn(f"`finish={self.finish}` is after the end of this fit (epochs: {n_epoch}), so the steps end at "
         f"{reached} samples instead of `final_accum_bs={self.final_accum_bs}`. To reach it at the end "
-        "of training, give `finish=1.`: a float is a fraction of training, an int an epoch"
+        "of training, pass `finish=1.`: a float is a fraction of training, an int an epoch"
         + more_link('schedule-cut-short'))
 
 # %% ../nbs/01_schedule.ipynb #scheduler

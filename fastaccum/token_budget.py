@@ -165,7 +165,7 @@ def part(self:TokenDivision, b:object, start:int, stop:int, trims:bool=True)->ob
 
 # %% ../nbs/12_token_budget.ipynb #budget
 class TokenBudget(MicroBatchLimit):
-    """Micro-batches of at most `max_tokens` tokens, counted with their padding
+    """Micro-batches of at most `max_tokens` tokens, padding included
 
     Pass a TokenBudget as `micro_batch_size` to `GradientAccumulation` or `GradientCache`. Padding may be
     on the left or on the right. The model must ignore padding: a fit checks this on its first batch with
@@ -223,11 +223,11 @@ def _mask(self:TokenBudget, xb, yb, n):
     if self.pad_id is not None and ids: return ids[0]!=self.pad_id
     if not ids:
         raise ValueError(f"{self!r} needs integer token ids or an `attention_mask`, and this batch has "
-            "neither. For images, pass a number as `micro_batch_size=`. For padded features, give "
-            "`length=` with a function that returns the number of tokens in each row"
+            "neither. For images, pass a number as `micro_batch_size=`. For padded features, pass "
+            "`length=`, a function that returns the number of tokens in each row"
             + more_link('no-lengths'))
     raise ValueError(f"{self!r} cannot tell how long the rows of a batch are, because its first input "
-        "has no `attention_mask`. Give the id of padding in an integer input, such as "
+        "has no `attention_mask`. Pass the id of padding in an integer input, such as "
         f"`TokenBudget({self.max_tokens}, pad_id=0)`, or `length=` with a function that returns the "
         "number of tokens in each row"
         + more_link('no-lengths'))

@@ -171,5 +171,6 @@ def test_the_remedy_for_two_callbacks_removes_both_classes():
     learn = toy(4)
     learn.add_cbs([GradientAccumulation(8),FastaiGradientAccumulation(8)])
     with pytest.raises(ValueError): learn.fit(1)
-    exec(written['two-callbacks'].partition('```python\n')[2].partition('\n')[0], dict(learn=learn))
+    remedy = written['two-callbacks'].partition('```python\n')[2].partition('learn.fit')[0]
+    exec(remedy, dict(learn=learn))
     assert not [o for o in learn.cbs if 'Accumulation' in type(o).__name__]

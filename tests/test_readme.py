@@ -1,5 +1,5 @@
 "README.md is short and true: examples run, commands exist, and figures are those that a script prints."
-import json, re, runpy, shutil, subprocess, sys
+import re, runpy, shutil, subprocess, sys
 from pathlib import Path
 import fastaccum, pytest
 
@@ -37,17 +37,6 @@ def test_the_demo_shows_the_same_run(monkeypatch):
 def test_the_examples_work_with_imports_in_any_order():
     "With `from fastaccum import …`, fastai's star import could silently replace the name with fastai's own class"
     for o in blocks(readme, 'python')[:2]: assert 'import fastaccum\n' in o and 'fastaccum.GradientAccumulation(' in o
-
-@pytest.mark.skipif(not shutil.which('ruff'), reason='ruff is not installed')
-def test_a_sorter_of_imports_leaves_fastaccum_after_fastai(tmp_path):
-    ours = 'from fastaccum import GradientAccumulation  # isort: skip'
-    cells = json.loads((root/'nbs/get_started.ipynb').read_text(encoding='utf-8'))['cells']
-    example = next(text for text in (''.join(c['source']) for c in cells if c['cell_type']=='code') if ours in text)
-    file = tmp_path/'example.py'
-    file.write_text(example, encoding='utf-8')
-    subprocess.run(['ruff','check','--isolated','--select','I','--fix','--quiet',file], check=True)
-    text = file.read_text(encoding='utf-8')
-    assert text.index('from fastai.vision.all import *')<text.index(ours)
 
 @pytest.mark.skipif(not shutil.which('make'), reason='there is no make here')
 def test_the_make_commands_in_readme_and_contributing_exist():

@@ -435,7 +435,7 @@ def test_a_result_leads_to_the_section_with_the_words_and_shows_a_sentence_of_it
     top,install = 'Get started > Install and try','#install-and-try'
     for query,place,title,to,words in [
             ('install', 0, top, f'get_started.html{install}', 'Install fastaccum'),
-            ('install', 1, 'fastaccum', 'index.html', 'pip install git'),
+            ('install', 1, 'fastaccum > Install and try', f'index.html{install}', 'or newer'),
             ('batchnorm frozen', 0, 'BatchNorm > Freeze', 'guides/batchnorm.html#freeze', 'frozen'),
             ('token loss', 0, 'Text > Padded sentences', 'guides/text.html#padded-sentences', 'tokens'),
             ('multi gpu', 0, 'Several GPUs', 'guides/several_gpus.html', 'all GPUs'),

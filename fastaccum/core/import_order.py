@@ -25,7 +25,7 @@ def before_fit(self:FastaiGradientAccumulation):
     has_ours = any(cb.name==self.name for cb in others)
     if type(self) is FastaiGradientAccumulation and not has_ours and not is_validation:
         warn_once('import-order', "this fit uses fastai's `GradientAccumulation`, not fastaccum's. They "
-            "share a name, and the last import wins (did a tool sort the imports?). "
+            "share a name, and the last import wins. An import sorter may have changed their order. "
             "Import fastaccum after fastai, or write `import fastaccum` and "
             "`fastaccum.GradientAccumulation(…)`, which works in any order",
             ImportOrderWarning)

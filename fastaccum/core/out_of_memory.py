@@ -35,15 +35,17 @@ def is_out_of_memory(exc:BaseException|None)->bool:
 def explain_fixed_size(e:BaseException, cb:object):
     "If memory ran out in training, append to the message of `e` how the callback `cb` splits batches"
     if not is_out_of_memory(e): return
-    append_message(e, f"Give {type(cb).__name__} `micro_batch_size='auto'`, which splits batches when "
-        "memory runs out and takes the same steps, or create the DataLoaders with a smaller `bs`"
+    smaller = "create the DataLoaders with a smaller `bs`"
+    if cb.limit is not None: smaller = "pass a smaller `micro_batch_size`"
+    append_message(e, f"Pass `micro_batch_size='auto'` to {type(cb).__name__}, which splits batches "
+        f"when memory runs out and takes the same steps, or {smaller}"
         + more_link('fixed-size-does-not-fit'))
 
 def explain_unsplit_validation(e:BaseException, cb:object):
     "If memory ran out in validation, append to the message of `e` what helps; `cb` is the callback"
     if not is_out_of_memory(e): return
     append_message(e, "Validation batches are not split. Create the DataLoaders with a smaller "
-        f"`val_bs`, or give {type(cb).__name__} `micro_batch_size='auto'`, which splits them too"
+        f"`val_bs`, or pass `micro_batch_size='auto'` to {type(cb).__name__}, which splits them too"
         + more_link('fixed-size-does-not-fit'))
 
 # name of a part of a step that is not split into micro-batches -> the reason why smaller micro-batches

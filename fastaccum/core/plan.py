@@ -377,7 +377,7 @@ def _warn_rounded_up(self:Plan, size_name):
         n_samples = wanted*sum(o.unit for o in self.loaders)
         warn(f"the loader's batches of {unit} samples are larger than `{size_name}={wanted}`, so each "
             f"batch is a step and nothing is accumulated. `{size_name}` counts samples, not batches: "
-            f"for steps of {count_of(wanted, 'batch')} of {unit}{where}, give `{size_name}={n_samples}` "
+            f"for steps of {count_of(wanted, 'batch')} of {unit}{where}, pass `{size_name}={n_samples}` "
             f"or `n_batches={wanted}`. For steps of {wanted} samples, create the DataLoaders with a "
             "smaller `bs`, or split their batches with `micro_batch_size=`"
             + more_link('larger-than-a-step'))

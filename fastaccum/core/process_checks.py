@@ -77,7 +77,7 @@ def check_processes(processes:Processes, comms:list, limit:MicroBatchLimit|None,
     if is_uneven and comms:
         raise ValueError(f"`micro_batch_size={limit!r}` does not work on several processes with "
             f"{', '.join(comms)}: {limit.why_uneven}, and the others "
-            "would wait forever. Give a number, such as one that `learn.bs_find()` finds"
+            "would wait forever. Pass a number, such as one that `learn.bs_find()` finds"
             + more_link('auto-on-processes'))
     warn_comm_hooks(processes, warn_once)
 

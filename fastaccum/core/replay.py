@@ -124,7 +124,7 @@ def run(self:ReplayedForward, start:int, stop:int):
     try: xs = self.division.part(self.args, start, stop)
     except TypeError as e:
         raise TypeError("the model's inputs cannot be split into micro-batches "
-            f"({str(e).split(':')[0]}): give `GradientCache(…, split=f)`, where `f(inputs, start, "
+            f"({str(e).split(':')[0]}): pass `GradientCache(…, split=f)`, where `f(inputs, start, "
             "stop, n)` returns samples `start` to `stop`" + more_link('cannot-be-split')) from e
     # copies, because the model may write into its inputs
     copies = (like_tensor(o.clone(), o) if isinstance(o, torch.Tensor) else o for o in leaves(xs))

@@ -156,13 +156,13 @@ def _named_segments(model, modules):
     for m in modules:
         if m not in names:
             raise ValueError(f"a {type(m).__name__} in `segments` is not a module of this "
-                f"{type(model).__name__}: give modules of `learn.model`" + more_link('segments'))
+                f"{type(model).__name__}: pass modules of `learn.model`" + more_link('segments'))
     res = [Segment(names[m], [m]) for m in modules]
     for a in res:
         for b in res:
             if a is not b and b.modules[0] in a.inside:
                 raise ValueError(f"segment {b.name!r} lies inside segment {a.name!r}: "
-                    "give only one of the two" + more_link('segments'))
+                    "pass only one of the two" + more_link('segments'))
     return res
 
 def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)->Segments:
@@ -180,6 +180,6 @@ def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)-
     if res: return Segments(res)
     choice = '' if segments is None else f', because `segments={segments}` chooses no module'
     names = sorted({type(o).__name__ for o in model.modules() if o is not model and _computes(o)})
-    raise ValueError(f"no segments were found in this {type(model).__name__}{choice}. Give `segments=` "
-        "the class of its blocks, a list of modules, or a function of a module. Classes in this model "
+    raise ValueError(f"no segments were found in this {type(model).__name__}{choice}. Pass as "
+        "`segments=` the class of its blocks, a list of modules, or a function of a module. Classes in this model "
         f"that hold layers: {', '.join(names) or 'none'}" + more_link('segments'))

@@ -69,7 +69,7 @@ class StepLoop:
         self.step = None                         # the `Step` that runs
         self.mean = None                         # a `StepMean`: the mean loss of `step` so far
         self.kept_losses = None                  # a `KeptLosses`: averages what a `LossMetric` reads
-        self.n_left_out = 0                      # micro-batches that callbacks have cancelled in `step`
+        self.n_left_out = 0                      # micro-batches of `step` that callbacks cancelled
         self.micro = None                        # the `MicroBatch` that runs, or else the last one
 
     # `learn.export()` in a fit pickles `learn.dl`, and so this object: keep only what can be pickled

@@ -127,7 +127,7 @@ def test_samples_and_batches_together_are_refused(kwargs):
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
 def test_a_step_smaller_than_a_batch_says_that_samples_are_counted_and_how_to_count_batches(nm):
     with pytest.warns(UserWarning, match='larger than') as told: toy(16).fit(1, 0.1, cbs=GradientAccumulation(**{nm:4}))
-    for o in (f'`{nm}` counts samples, not batches', f'for steps of 4 batches of 16, give `{nm}=64` or `n_batches=4`'):
+    for o in (f'`{nm}` counts samples, not batches', f'for steps of 4 batches of 16, pass `{nm}=64` or `n_batches=4`'):
         assert o in str(told[0].message)
     for remedy in ({nm:64}, dict(n_batches=4)): assert GradientAccumulation(**remedy).plan(toy(16)).sizes==[[64,6]]
 
@@ -195,7 +195,7 @@ def test_a_fit_with_fastais_class_warns_once_per_process(imports, cb, before, n)
     res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, timeout=300)
     messages = eval(res.stdout)
     assert len(messages)==n
-    for o in ("fastai's `GradientAccumulation`", 'did a tool sort the imports?', 'Import fastaccum after fastai',
+    for o in ("fastai's `GradientAccumulation`", 'import sorter', 'Import fastaccum after fastai',
         '`import fastaccum` and `fastaccum.GradientAccumulation(…)`', '#import-order'):
         assert all(o in m for m in messages)
 
@@ -258,12 +258,13 @@ def test_two_callbacks_of_both_kinds_are_not_also_warned_of(monkeypatch):
 def with_limited_memory(cap):
     return nn.Sequential(nn.Linear(5, 3), LimitedMemory(runs_out_above(cap, 'backward'))).double()
 
-@pytest.mark.parametrize('bs,cbs', [(16,[GradientAccumulation(16)]),
-    (16,[GradientAccumulation(16, micro_batch_size=8)]), (8,[GradientAccumulationScheduler({0:2})])])
-def test_an_out_of_memory_error_names_auto_which_then_works(bs, cbs):
+@pytest.mark.parametrize('bs,cbs,smaller', [(16,[GradientAccumulation(16)],'`bs`'),
+    (16,[GradientAccumulation(16, micro_batch_size=8)],'`micro_batch_size`'),
+    (8,[GradientAccumulationScheduler({0:2})],'`bs`')])
+def test_an_out_of_memory_error_names_the_size_to_lower_and_auto_which_then_works(bs, cbs, smaller):
     learn = toy(bs, model=lambda: with_limited_memory(5), splitter=all_params)
-    with pytest.raises(torch.OutOfMemoryError, match="planted.*\n.*`micro_batch_size='auto'`") as e:
-        learn.fit(1, cbs=cbs)
+    remedies = f"planted.*\n.*`micro_batch_size='auto'`.* a smaller {smaller}"
+    with pytest.raises(torch.OutOfMemoryError, match=remedies) as e: learn.fit(1, cbs=cbs)
     assert '#fixed-size-does-not-fit' in str(e.value)
     with pytest.warns(UserWarning, match='memory ran out'):
         learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
@@ -286,7 +287,8 @@ def test_an_out_of_memory_error_in_validation_names_val_bs_and_auto_which_then_w
 def test_an_out_of_memory_error_with_a_cache_names_auto_for_the_cache():
     learn = toy(8, model=lambda: with_limited_memory(3), splitter=all_params)
     cbs = [GradientAccumulation(16),GradientCache(micro_batch_size=4)]
-    with pytest.raises(torch.OutOfMemoryError, match="Give GradientCache `micro_batch_size='auto'`"):
+    remedies = "Pass `micro_batch_size='auto'` to GradientCache.* or pass a smaller `micro_batch_size`"
+    with pytest.raises(torch.OutOfMemoryError, match=remedies):
         learn.fit(1, cbs=cbs)
 
 # A loss that is a sum but has no `reduction='sum'`

@@ -60,6 +60,8 @@ const headingOf = (page, anchor) => {
   return found.map(([heading]) => heading).find((heading) => slug(heading) === slug(anchor));
 };
 
+const asAWhole = new Set();   // pages that a keyword without an anchor leads to: their links stay at the top of the page
+
 Scorer.score = (result) => {
   const [page, title, anchor, , score] = result;
   let bonus = /^(guides|get_started|about)/.test(page) ? 10 : 0;
@@ -72,6 +74,8 @@ Scorer.score = (result) => {
   let [best, section] = [0, ""];
   for (const [keyword, to] of keywords[page] || [])
     if (answers(keyword) > best) [best, section] = [answers(keyword), to];
+  if (best && !section) asAWhole.add(page);
+  else asAWhole.delete(page);
   const message = !best && page === messagePage && messageTyped();
   if (message) [best, section] = [800, message];
   if (section) {
@@ -209,11 +213,16 @@ Search.makeSearchSummary = (html, terms, anchor) => {
     if (code && found(asText(code))) it = { text: asText((shown.findLast(isAbove) || it).from), from: code };
   }
 
+  const cut = (text) => (text.length > longest ? `${first(text).replace(/\s+\S*$/, "")} …` : text);
   const summary = document.createElement("p");
   summary.classList.add("context");
-  summary.textContent = it.text.length > longest ? `${first(it.text).replace(/\s+\S*$/, "")} …` : it.text;
+  summary.textContent = cut(it.text);
   if (!anchor && inSection(it.from)) queueMicrotask(() => {   // when Sphinx has put the summary below the link
     const link = summary.parentElement.querySelector("a");
+    if (asAWhole.has(link.getAttribute("href").replace(/\.html.*/, ""))) {
+      if (!found(it.text)) summary.textContent = cut(shown[0].text);
+      return;
+    }
     const address = `${link.getAttribute("href")}#${it.from.closest("section").id}`;
     if (document.querySelector(`.search a[href="${address}"]`)) return;   // another result leads to this section
     link.setAttribute("href", address);

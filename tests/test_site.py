@@ -439,6 +439,8 @@ def test_a_result_leads_to_the_section_with_the_words_and_shows_a_sentence_of_it
             ('batchnorm frozen', 0, 'BatchNorm > Freeze', 'guides/batchnorm.html#freeze', 'frozen'),
             ('token loss', 0, 'Text > Padded sentences', 'guides/text.html#padded-sentences', 'tokens'),
             ('multi gpu', 0, 'Several GPUs', 'guides/several_gpus.html', 'all GPUs'),
+            ('fp16', 0, 'Mixed precision', 'guides/mixed_precision.html', 'to_fp16()'),
+            ('batchnorm resnet', 0, 'BatchNorm', 'guides/batchnorm.html', 'BatchNorm'),
             ('memory adam', 1, 'Images > Accuracy, memory and time', 'guides/images.html#accuracy-memory-and-time',
                 'less memory')]:
         tab.goto(f'{url}search.html?q={query}')

@@ -169,7 +169,7 @@ def make_cbs(self:_Setup, n:int, sizes:list)->list:
 # %% ../nbs/02_accum_check.ipynb #result
 @dataclass(repr=False, eq=False)
 class AccumCheck:
-    "The result of `accum_check`: true if micro-batches change nothing; displays itself as a table"
+    "The result of `accum_check`, displayed as a table; true if micro-batches change nothing"
     rows:list[Row] # Rows of the table, one for each possible cause of a difference
     sizes:list[int] # Samples in each micro-batch
     layers:dict # Name of a parameter -> the relative difference of its gradients

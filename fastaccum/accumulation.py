@@ -40,7 +40,7 @@ class GradientAccumulation(QuietCallback):
 
     TypeError: an argument has the wrong type; in a fit, a batch cannot be split, its targets cannot be
         counted, or `n_items` does not return a number
-    ValueError: a number is below 1, or the size of a step is given twice; when a fit begins, this
+    ValueError: a number is below 1, or two different sizes of a step are given; when a fit begins, this
         Learner or its loader cannot accumulate, or with `drop_last=True` an epoch has no full step; in a
         fit, `n_items` returns a number that is negative or not finite
     RuntimeError: the callback is switched off in the middle of an epoch, or one of several processes

@@ -137,8 +137,9 @@ def before_fit(self:FreezeBN):
     n_fresh = sum(not m.running_mean.any() and bool((m.running_var==1).all()) for m in layers)
     if n_fresh:
         warn(f"{n_fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no "
-            "data yet, so frozen they do not normalize. Freeze only pretrained layers, such as "
-            "those of the body: `FreezeBN(lambda m: m[0])`" + more_link('fresh-batchnorm'))
+            "data yet, and freezing them switches their normalization off. Freeze only pretrained "
+            "layers, such as those of the body: `FreezeBN(lambda m: m[0])`"
+            + more_link('fresh-batchnorm'))
 
 @patch
 def before_train(self:FreezeBN):

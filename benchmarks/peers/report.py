@@ -9,7 +9,7 @@ names = dict(A='every step full', B250='smaller last micro-batch', B240='last st
 weights = ['A','B250','B240','B200','B48','C40'],['padded','ignored','clip','fp16','cycle','again','interrupt']
 
 # What a reader wants to know first: columns, and the cases that are behind each
-first = {'only full steps':['A'], 'incomplete last step':['B250','B240','B200','B48'], 'any step size':['C40'],
+first = {'all steps full':['A'], 'incomplete last step':['B250','B240','B200','B48'], 'any step size':['C40'],
     'padded targets':['padded','ignored'], 'one-cycle':['cycle'], 'later fits':['again','interrupt']}
 
 def summary(right, fast):

@@ -37,8 +37,8 @@ def explain_fixed_size(e:BaseException, cb:object):
     if not is_out_of_memory(e): return
     smaller = "create the DataLoaders with a smaller `bs`"
     if cb.limit is not None: smaller = "pass a smaller `micro_batch_size`"
-    append_message(e, f"Pass `micro_batch_size='auto'` to {type(cb).__name__}, which splits batches "
-        f"when memory runs out and takes the same steps, or {smaller}"
+    append_message(e, f"Pass `micro_batch_size='auto'` to {type(cb).__name__}: it splits a batch when "
+        f"memory runs out, and the steps stay the same. Or {smaller}"
         + more_link('fixed-size-does-not-fit'))
 
 def explain_unsplit_validation(e:BaseException, cb:object):

@@ -181,5 +181,5 @@ def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)-
     choice = '' if segments is None else f', because `segments={segments}` chooses no module'
     names = sorted({type(o).__name__ for o in model.modules() if o is not model and _computes(o)})
     raise ValueError(f"no segments were found in this {type(model).__name__}{choice}. Pass as "
-        "`segments=` the class of its blocks, a list of modules, or a function of a module. Classes in this model "
-        f"that hold layers: {', '.join(names) or 'none'}" + more_link('segments'))
+        "`segments=` the class of its blocks, a list of modules, or a function of a module. Classes in "
+        f"this model that hold layers: {', '.join(names) or 'none'}" + more_link('segments'))

@@ -59,6 +59,12 @@ def full_batch_and_limited(bs, accum, runs_out, cbs=list, acc=auto, **kwargs):
         fit_with_small_rate(learn, accumulation+cbs())
     return a,b
 
+def test_an_odd_number_of_samples_is_halved():
+    learn = learner(7, runs_out_above(4, 'backward'), n=7)
+    learn.fit(1, cbs=auto(7))
+    memory = next(o for o in learn.model if isinstance(o, CountsCalls))
+    assert memory.sizes[:2]==[4,3]   # the failed pass with 7 samples was undone
+
 extras = [list,lambda: [GradientClip(0.05)],lambda: [CpuLossScaling(init_scale=2.**10, growth_interval=3)]]
 stages = ['forward','loss','backward']
 

@@ -31,8 +31,8 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    # Samples in a batch. Default: `accum_bs` of the `GradientAccumulation` on the Learner, or 64 without
-    # one; or the loader's batch size if that is larger
+    # Samples in a batch. Default: `accum_bs` of the `GradientAccumulation` on the Learner, or 64
+    # without a callback; or the loader's batch size if that is larger
     bs:int|None=None,
     n:int|None=None # Maximum samples to read; default: 10,000. The first batch is always read
 ):

@@ -238,7 +238,7 @@ def _apply_patches(self:ActivationCheckpoint):
     sequentials = {o.seq:None for o in self.last_used if o.seq is not None}
     patches = [o.patch for o in recomputed if o.patch is not None]
     patches += [_Chain(seq, recomputed).patch for seq in sequentials]
-    # set `self.patches` first: if Ctrl-C interrupts the loop, `undo_patches` undoes what was applied
+    # set `self.patches` first: if Ctrl-C interrupts the loop, `undo_patches` undoes the applied patches
     self.patches = patches
     for o in patches: o.apply()
 

@@ -256,8 +256,8 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     else: self.predictions_off,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
-    # The predictions differ although all modules in `frozen` are frozen. Blame the other BatchNorm
-    # layers that ran, too: in training mode, their output for a sample depends on the other samples.
+    # The predictions differ although all modules in `frozen` are frozen. The other BatchNorm layers that
+    # ran are at fault as well: in training mode, BatchNorm's output for a sample depends on the batch.
     self.depending += [m for m in batchnorms(model) if m in once.modules_that_ran and m not in frozen]
 
 # %% ../../nbs/core/28_diagnose.ipynb #blame

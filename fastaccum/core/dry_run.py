@@ -107,8 +107,8 @@ _not_called = {'fastaccum.accumulation.GradientAccumulation',
     'fastai.callback.tracker.TerminateOnNaNCallback',
     'fastai.distributed.DistributedTrainer', 'fastai.callback.schedule.ParamScheduler',
     'fastai.callback.wandb.WandbCallback', 'fastai.callback.tensorboard.TensorBoardBaseCallback'}
-# events in which a callback may change the batch or the loss: a callback that has a method for one of
-# them does more than log
+# events in which a callback may change the batch or the loss: a callback that has a method for such an
+# event does more than log
 _changing_events = 'before_batch','after_pred','after_loss','before_backward'
 
 def takes_part(cb:Callback)->bool:

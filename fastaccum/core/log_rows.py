@@ -28,8 +28,7 @@ class LogRows:
         self.n_seen = None
         self.wandb = []         # the Learner's callbacks for W&B, found once per epoch
         self.tensorboard = []   # the Learner's callbacks for TensorBoard, found once per epoch
-        # the Learner's callbacks with a `to_log`, which returns values to log besides those that fastai
-        # logs
+        # the Learner's callbacks with a `to_log`, which returns values to log besides fastai's own
         self.to_log = []
         self.n_rows = 0         # rows that fastai would log in an epoch: one for each micro-batch
         self.began = 0.         # when the step began, in seconds of `time.perf_counter`

@@ -304,9 +304,9 @@ def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
         raise torch.OutOfMemoryError(f"memory ran out with {smallest} ({self.unreported[1]}), so "
             "smaller micro-batches do not help. Use `learn.to_fp16()`, `ActivationCheckpoint()`, "
             "smaller inputs or a smaller model" + more_link('out-of-memory'))
-    half = (n+1)//2   # rounded up, so that an odd number of samples is run in two parts
-    if training: self.max_train = half
-    else: self.max_valid = half
+    # round up, so that an odd number of samples is run in two parts
+    if training: self.max_train = (n+1)//2
+    else: self.max_valid = (n+1)//2
     return False
 
 @patch

@@ -113,8 +113,8 @@ def pair(previous:tuple|None, learn:Learner)->tuple:
     current = _copy((pred,tuple(learn.yb),tuple(learn.xb)))
     if previous is None: return None,current
     try: pred,yb,xb = join([previous,current], [1,1])
-    # Samples of different shapes cannot be joined: drop the previous one, and try to join the current
-    # one with the next.
+    # Samples of different shapes cannot be joined: drop the previous sample, and try to join the current
+    # sample with the next.
     except (RuntimeError,TypeError): return None,current
     return _Pair(pred=pred, yb=yb, xb=xb, learn=learn),None
 

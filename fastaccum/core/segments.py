@@ -23,7 +23,7 @@ class Segment:
     name:str # As in `named_modules`; '0[:4]' means the first four children of the Sequential '0'
     modules:list # The only module of the segment, or several consecutive children of `seq`
     seq:nn.Sequential|None=None # The Sequential that runs `modules`; `None` if they are one module
-    calls:int=0 # Forward passes in the last fit, without those that need no backward pass
+    calls:int=0 # Forward passes in the last fit, without passes that need no gradients
     kept:int=0 # Bytes of the inputs that the last of these passes kept, to run the segment again
 
     @property

@@ -29,8 +29,8 @@ class BatchStream:
     def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
         self.sizes = sizes
         # `count(batch, expected)` returns the number of samples in `batch`, or `expected` if no tensor's
-        # shape shows it. `expected` is the loader's batch size, or the samples left in the epoch if
-        # these are fewer.
+        # shape shows it. `expected` is the loader's batch size, or the number of samples left in the
+        # epoch if that is smaller.
         self.count = count
         self.batches = iter(dl)
         self.n_read = 0          # batches read so far

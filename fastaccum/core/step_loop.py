@@ -196,7 +196,7 @@ def _run_batch(self:StepLoop, b, n):
     learn.n_iter = max(self.n_planned, self.n_batches)   # the loader may yield more batches than planned
     if n>self.loader.sizes.bs: self.differences.larger_batch(n)
     is_split = self.limit is not None and self.limit.splits(n)
-    # note all attributes, to find those that callbacks set in `before_batch`: these are split as well
+    # note all attributes now: attributes that callbacks set in `before_batch` are split as well
     changed = ChangedAttrs([learn,*learn.cbs]) if is_split else None
     learn._split(b if is_on(self.batch_device, b) else learn._set_device(b))
     if self.loss_trials.n_left>0: self.loss_trials.begin_batch(learn)
@@ -261,8 +261,8 @@ def _share_late_penalty(self:StepLoop, cb):
     "Call a callback that runs after mixed precision; multiply its term by the micro-batch's share"
     learn,before = self.learn,self.learn.loss_grad.clone()
     is_changed = self._send_noting_change(cb, 'before_backward')
-    # With `grad_sums`, a mean loss is not multiplied by the share. Its gradients are, after the backward
-    # pass, and with them those of this callback's term: do not multiply the term here as well.
+    # With `grad_sums`, gradients and not a mean loss are multiplied by the share, after the backward
+    # pass. The gradients then include the callback's term: do not multiply the term here as well.
     weighs_loss = self.mean.is_sum or not self.grad_sums.in_use
     if is_changed and weighs_loss: learn.loss_grad = before+(learn.loss_grad-before)*self.micro.share
 

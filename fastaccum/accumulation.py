@@ -36,7 +36,7 @@ class GradientAccumulation(QuietCallback):
     """Accumulate gradients and take one optimizer step every `accum_bs` samples
 
     Pass it to a fit with `cbs=`. The result is that of a fit whose DataLoaders have `bs=accum_bs`, up to
-    rounding; the fit warns if something makes the result differ.
+    rounding; the fit warns of the most common causes of a difference (see Caveats).
 
     TypeError: an argument has the wrong type; in a fit, a batch cannot be split, its targets cannot be
         counted, or `n_items` does not return a number

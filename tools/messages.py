@@ -11,7 +11,7 @@ from pathlib import Path
 lib = Path(__file__).resolve().parent.parent/'fastaccum'
 page = lib.parent/'nbs/reference/messages.ipynb'
 blank,span = '…',r'<span id="([a-z-]+)"></span>'   # `blank` replaces values that the code computes
-Message = namedtuple('Message', 'kind key text')     # kind: the class of the error or warning
+Message = namedtuple('Message', 'kind key text')   # kind: the class of the error or warning, or 'Added to an error'
 
 # Messages of which little would be left without the values: the quotation, and a real message to show instead
 examples = {
@@ -83,7 +83,8 @@ def read(node, values, cls=''):
             key = args[0].value if name=='warn_once' and i==1 else key_of(text)
             if not key: continue
             category = ast.unparse(args[i+1]) if args[i+1:] else 'UserWarning'
-            kind = {'warn':category, 'warn_once':category, 'append_message':'Exception', '__init__':cls}.get(name, name)
+            kinds = {'warn':category, 'warn_once':category, 'append_message':'Added to an error', '__init__':cls}
+            kind = kinds.get(name, name)
             yield Message(kind, key, re.sub(f'{blank}+', blank, words(text, values)))
         assigns = [a for a in ast.walk(o) if isinstance(o, ast.FunctionDef) and isinstance(a, ast.Assign)]
         names = [ast.unparse(a.targets[0]) for a in assigns]

@@ -220,7 +220,7 @@ Search.makeSearchSummary = (html, terms, anchor) => {
   if (!anchor && inSection(it.from)) queueMicrotask(() => {   // when Sphinx has put the summary below the link
     const link = summary.parentElement.querySelector("a");
     if (asAWhole.has(link.getAttribute("href").replace(/\.html.*/, ""))) {
-      if (!found(it.text)) summary.textContent = cut(shown[0].text);
+      if (!found(it.text)) summary.textContent = cut(shown[0].text);   // only code has the words: show how the page begins
       return;
     }
     const address = `${link.getAttribute("href")}#${it.from.closest("section").id}`;

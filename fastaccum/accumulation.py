@@ -258,7 +258,8 @@ def after_backward(self:GradientAccumulation):
 def before_validate(self:GradientAccumulation):
     """If validation batches do not fit in memory, let `micro_batch_size='auto'` split them
 
-    A fixed size splits only training batches, so that an error says what helps.
+    Any other size splits only training batches. If memory then runs out in validation, the error says
+    what helps.
     """
     if self.validates or self.limit is None: return
     loop = self.loop or StepLoop(self, self.learn)

@@ -474,7 +474,8 @@ answers = {q:page for page,qs in searches.items() for q in qs}
 # Queries that must find a section: keywords that pages give to their sections, and words of messages for
 # their entries
 keywords = json.loads(re.search('^const keywords = (.*);$', read('_static/language_data.js'), re.M)[1])
-message_words = {'loss not a mean':'loss-not-a-mean', '2 callbacks accumulate':'two-callbacks',
+message_words = {'GradientAccumulation has no argument microbatches':'unknown-argument',
+    'loss not a mean':'loss-not-a-mean', '2 callbacks accumulate':'two-callbacks',
     'memory ran out with a single sample':'out-of-memory', 'memory ran out with a micro-batch':'memory-ran-out',
     'ValueError: Exception occured in `GradientAccumulation` when calling event `before_fit`: '
     'epoch 0 has 50 samples, too few for a step of 64':'no-step',

@@ -98,9 +98,10 @@ def _check_cbs(learn, acc, cache):
     "Raise the errors that `acc` and `cache` would raise in a fit, because the check does not run them"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
-        raise ValueError("this is fastai's `GradientAccumulation`, and only fastaccum's can be checked. "
-            "Pass `fastaccum.GradientAccumulation(…)`. If fastai's is on the Learner, remove it: "
-            "`learn.remove_cb(learn.gradient_accumulation)`" + more_link('two-callbacks'))
+        raise ValueError("`accum_check` got fastai's `GradientAccumulation`, but can check only "
+            "fastaccum's. If fastai's is on the Learner, remove it with "
+            "`learn.remove_cb(learn.gradient_accumulation)`. Then pass "
+            "`cbs=fastaccum.GradientAccumulation(…)`" + more_link('two-callbacks'))
     if cache is not None: check_cached(learn, cache.limit)
 
 # %% ../nbs/02_accum_check.ipynb #setup

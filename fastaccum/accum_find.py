@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from fastcore.foundation import L
 from .accumulation import GradientAccumulation
 from .core.checks import check_bool, check_count, our_callback
-from .core.dry_run import Batches, CountSteps, DryRun
+from .core.dry_run import Batches, CountSteps, DryRun, no_step_remedy
 from .core.plan import round_up
 from .core.warnings import more_link
 from .noise_scale import NoiseScale, describe
@@ -62,8 +62,9 @@ def accum_find(self:Learner,
         size = _measured_size(acc, accum_bs, self.dls, sizes)
         readings = _measure(self, acc, size, sizes.bs, steps, lr)
     if not readings:
-        raise RuntimeError("no step could be measured: read the warning above, which says why"
-            + more_link('cannot-measure'))
+        raise RuntimeError("no step could be measured, so no size can be suggested. If there is a "
+            "warning above, it says why. If not, the gradients of every step are NaN or infinite, or "
+            "the loss ignores all targets: look at the loss of one batch" + more_link('cannot-measure'))
     res = FoundAccum(readings, sizes.micro_bs, sizes.n)
     if show_plot: res.plot()
     return res
@@ -75,7 +76,8 @@ def _check_lr(lr):
     elif isinstance(lr, (list,tuple,L)): rates = lr
     else: rates = [lr]
     if all(o is None or isinstance(o, Real) and isfinite(o) for o in rates): return
-    raise ValueError(f"`lr={lr!r}` is not a finite number: pass a number, a slice, or leave `lr` out"
+    raise ValueError(f"`lr` must be a finite number, or a slice or list of finite numbers, got {lr!r} "
+        f"({type(lr).__name__}): pass for example `lr=3e-3`, or leave `lr` out"
         + more_link('learning-rate'))
 
 def _measured_size(acc, accum_bs, dls, sizes):
@@ -113,9 +115,9 @@ def _measure(learn, acc, size, bs, n_steps, lr):
         cbs = [GradientAccumulation(size, drop_last=False, **settings),noise,count]
         run.fit(Batches(run.dl, full_batches, bs, n_batches*bs), cbs, lr=lr)
     if count.n_steps>=n_steps: return noise.readings
-    raise RuntimeError(f"only {count.n_steps} of {n_steps} steps were taken. If a callback ends the "
-        "fit, set `run_bs_find = False` in its class. Otherwise, the training loader has no full batch "
-        f"of {bs} samples: make it with a smaller `bs`" + more_link('no-step-in-a-trial'))
+    raise RuntimeError(f"only {count.n_steps} of {n_steps} steps were taken. If no batch has {bs} "
+        f"samples, create the DataLoaders with a smaller `bs`. {no_step_remedy}"
+        + more_link('no-step-in-a-trial'))
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:

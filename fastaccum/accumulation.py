@@ -241,11 +241,11 @@ def before_backward(self:GradientAccumulation):
     RuntimeError: the batch does not come from the loader of steps
     """
     if 'one_batch' not in vars(self.learn):
-        raise RuntimeError("this fit does not iterate over the loader that `GradientAccumulation` has "
-            "put into `learn.dl`, so it cannot accumulate gradients. If a callback of yours sets "
-            f"`learn.dl` in `before_train`, give it an `order` below {self.order}; if your Learner has "
-            "its own `_do_epoch_train`, let it iterate over `self.dl`"
-            + more_link('not-the-loader-of-steps'))
+        raise RuntimeError("the batches of this epoch do not come from the loader of "
+            "`GradientAccumulation`, so it cannot accumulate gradients. If you add the callback or "
+            "switch it on during a fit, do so in `before_epoch`. If a callback sets `learn.dl` in "
+            f"`before_train`, give it an `order` below {self.order}; if your Learner has its own "
+            "`_do_epoch_train`, let it iterate over `self.dl`" + more_link('not-the-loader-of-steps'))
     self.loop.share_loss()
 
 @patch
@@ -294,9 +294,8 @@ def plan(self:GradientAccumulation,
     if isinstance(dls, Learner): dls = dls.dls
     dl = dls.train if isinstance(dls, DataLoaders) else dls
     if not (hasattr(dl, '__iter__') and hasattr(dl, '__len__')):
-        raise TypeError(f"`plan` needs a Learner, its DataLoaders or a training loader, got {dls!r}: "
-            "pass one of these, and then the number of epochs, such as `plan(learn, 5)`"
-            + more_link('plan-of-what'))
+        raise TypeError("`plan` needs a Learner, its DataLoaders or a training loader that has a "
+            f"`__len__`, got {dls!r}: for 5 epochs, write `plan(learn, 5)`" + more_link('plan-of-what'))
     return self._plan(dl, n_epoch, Processes(nn.Identity()), [])
 
 @patch(as_prop=True)
@@ -323,7 +322,7 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     size = self.n_batches or self.accum_bs
     adapts = self.limit is not None and not self.micro_batch_size
     must_match = {f'`{self._size_name}`':size, '`drop_last`':drop_last,
-        '`log_accum_batch`':self.log_accum_batch, 'whether micro-batches have a fixed size':not adapts,
+        '`log_accum_batch`':self.log_accum_batch, 'a fixed micro-batch size (1: yes, 0: no)':not adapts,
         'the number of epochs':n_finds or n_epoch}
     each = processes.agree({k:int(v) for k,v in must_match.items()}, list(sizes))
     loaders = [LoaderSizes(*o) for o in each]

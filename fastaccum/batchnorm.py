@@ -46,8 +46,8 @@ def recalibrate_bn(self:Learner,
     """
     recalibration = _Recalibration(self, bs, n)
     if not recalibration.layers:
-        raise ValueError(f"{recalibration.reason}, so `recalibrate_bn` has nothing to do"
-            + more_link('no-batchnorm'))
+        raise ValueError(f"{recalibration.reason}, so `recalibrate_bn` has nothing to do: leave out "
+            "the call" + more_link('no-batchnorm'))
     recalibration.estimate()
 
 # %% ../nbs/05_batchnorm.ipynb #recalibrate-cb
@@ -81,7 +81,8 @@ class RecalibrateBN(QuietCallback):
     def before_fit(self):
         recalibration = self._recalibration()
         if recalibration is None or recalibration.layers: return
-        warn(f"{recalibration.reason}, so `RecalibrateBN` has nothing to do" + more_link('no-batchnorm'))
+        warn(f"{recalibration.reason}, so `RecalibrateBN` has nothing to do: leave the callback out"
+            + more_link('no-batchnorm'))
 
     def before_validate(self):
         recalibration = self._recalibration()
@@ -107,9 +108,9 @@ class FreezeBN(PatchingCallback):
         part:Callable|None=None # `f(model)` returns the module(s) to freeze BatchNorm in; default: all
     ):
         if isinstance(part, nn.Module):
-            raise TypeError("`part` must be a function that returns the part to freeze, such as "
-                f"`lambda m: m[0]`, got a {type(part).__name__}"
-                + more_link('function-argument'))
+            raise TypeError("`part` must be a function that returns the part whose BatchNorm to freeze, "
+                f"not the part itself ({type(part).__name__}): write for example "
+                "`FreezeBN(lambda m: m[0])`" + more_link('function-argument'))
         self.part = check_function('part', part, 1, 'lambda m: m[0]')
         self.frozen = []   # the layers that are frozen now; empty before and after a fit
 
@@ -121,7 +122,7 @@ class FreezeBN(PatchingCallback):
         for part in parts:
             if isinstance(part, nn.Module): continue
             raise TypeError("`part` must return a module of the model or a list of modules, as `lambda "
-                f"m: m[0]` does, got {part!r} ({type(part).__name__})"
+                f"m: m[0]` does, but what it returned is or contains a {type(part).__name__}"
                 + more_link('function-argument'))
         return [layer for part in parts for layer in bn_layers(part)]
 
@@ -132,14 +133,15 @@ def before_fit(self:FreezeBN):
     if self.validates: return
     layers = self.layers_of(get_model(self.learn.model))
     if not layers:
-        warn("no BatchNorm layer with running statistics was found, so `FreezeBN` has nothing to do"
-            + more_link('no-batchnorm'))
+        where = 'this model' if self.part is None else 'what `part` returns'
+        warn(f"no BatchNorm layer with running statistics was found in {where}, so `FreezeBN` has "
+            "nothing to do: leave it out, or choose another part" + more_link('no-batchnorm'))
     n_fresh = sum(not m.running_mean.any() and bool((m.running_var==1).all()) for m in layers)
     if n_fresh:
-        warn(f"{n_fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no "
-            "data yet, and freezing them switches their normalization off. Freeze only pretrained "
-            "layers, such as those of the body: `FreezeBN(lambda m: m[0])`"
-            + more_link('fresh-batchnorm'))
+        warn(f"of the {len(layers)} BatchNorm layers that `FreezeBN` freezes, {n_fresh} saw no data "
+            "before, and freezing those switches their normalization off. Freeze only pretrained "
+            "layers, such as those of the body: `FreezeBN(lambda m: m[0])`. If the model is not "
+            "pretrained, leave `FreezeBN` out" + more_link('fresh-batchnorm'))
 
 @patch
 def before_train(self:FreezeBN):
@@ -175,8 +177,8 @@ def _batch_size(learn, bs):
     loader_bs = size_of(dl)
     if not resizable(dl):
         if bs is None or bs==loader_bs: return None
-        raise ValueError(f"leave out `bs={bs}`: the training {type(dl).__name__} yields ready-made "
-            "batches, whose size cannot be changed" + more_link('ready-made-batches'))
+        raise ValueError(f"the training {type(dl).__name__} yields ready-made batches, whose size "
+            f"cannot be changed to {bs}: leave `bs` out" + more_link('ready-made-batches'))
     acc = our_callback(learn, 'GradientAccumulation')
     if bs is None: bs = max(loader_bs, 64 if acc is None else acc.current_bs or acc.accum_bs)
     return min(bs, n_of(dl) or bs)
@@ -213,8 +215,9 @@ class _Recalibration:
         check_not_sharded(self.model)
         if any(isinstance(m, nn.SyncBatchNorm) for m in self.layers):
             raise RuntimeError("SyncBatchNorm cannot be recalibrated on several processes, because it "
-                "waits forever if the processes have different numbers of batches. Recalibrate in one "
-                "process, after training" + more_link('sync-batchnorm'))
+                "waits forever if they have different numbers of batches. After training, call "
+                "`torch.distributed.destroy_process_group()`, and then `learn.recalibrate_bn()`"
+                + more_link('sync-batchnorm'))
 
 # %% ../nbs/05_batchnorm.ipynb #pass
 def _first_batches(dl, bs, n):
@@ -232,8 +235,8 @@ def _first_batches(dl, bs, n):
         seen += size
         yield b
     if not seen:
-        raise ValueError("the training loader has no batch, so statistics cannot be estimated: give it "
-            "samples, or a smaller `bs`" + more_link('no-batch'))
+        raise ValueError("the training loader has no batch, so statistics cannot be estimated: give the "
+            "Learner DataLoaders with training samples, `learn.dls = dls`" + more_link('no-batch'))
 
 # %% ../nbs/05_batchnorm.ipynb #pass-run
 @patch
@@ -295,7 +298,10 @@ def estimate(self:_Recalibration):
     except BaseException as e:
         uninterrupted(stats.put_back)
         if not is_out_of_memory(e): raise
-        size = 'the loader' if self.bs is None else f'{self.bs} samples'
-        raise torch.OutOfMemoryError(f"memory ran out with a batch of {size}: recalibrate with a "
-            f"smaller `bs` ({e})" + more_link('out-of-memory')) from e
+        size,remedy = 'the loader','create the DataLoaders with smaller batches'
+        if self.bs is not None:
+            size = f'{self.bs} samples'
+            remedy = f'pass a smaller `bs`, such as `bs={max(1, self.bs//2)}`'
+        raise torch.OutOfMemoryError(f"memory ran out in recalibration, with a batch of {size}: "
+            f"{remedy}. The error was: {e}" + more_link('out-of-memory')) from e
     finally: uninterrupted(rest.put_back)

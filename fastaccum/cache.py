@@ -75,10 +75,10 @@ def check_cached(learn:Learner, limit:MicroBatchLimit):
     """
     check_single(learn, GradientCache)
     if any(isinstance(m, DataParallel) for m in learn.model.modules()):
-        raise ValueError("`GradientCache` does not work with DataParallel, because it restores the "
-            "random state of the first device only, so dropout would differ on the others. Use "
-            "`learn.distrib_ctx()` instead, with one process for each device"
-            + more_link('data-parallel'))
+        raise ValueError("`GradientCache` does not work with DataParallel, because dropout on all "
+            "devices but the first would differ between its two forward passes. Use one process for "
+            "each GPU instead: put the fit in `with learn.distrib_ctx():`, and start the script with "
+            "`accelerate launch`" + more_link('data-parallel'))
     check_not_sharded(learn.model)
     check_wrapped(learn.model)
     check_learner(learn)
@@ -93,7 +93,7 @@ def check_cached(learn:Learner, limit:MicroBatchLimit):
     if has_sync and not limit.is_even and world_size()>1:
         raise ValueError(f"`micro_batch_size={limit!r}` does not work with SyncBatchNorm on several "
             f"processes: {limit.why_uneven}, and its SyncBatchNorm would wait for the others forever. "
-            "Pass a number, such as the one that `learn.bs_find()` finds"
+            "Pass a number that fits on every process, such as `GradientCache(micro_batch_size=8)`"
             + more_link('exchanges-in-the-forward-pass'))
 
 # %% ../nbs/03_cache.ipynb #begin
@@ -170,10 +170,9 @@ def _check_kept(call, loss_grad):
     """
     outs = [o.grad_fn for o in call.last_outs or () if isinstance(o, torch.Tensor)]
     if not graph_nodes([loss_grad.grad_fn]) & graph_nodes(outs): return
-    raise RuntimeError("the loss uses activations that the model or a hook has kept, and "
-        "`GradientCache` keeps only those of the last micro-batch. Use `ActivationCheckpoint()` "
-        "instead, with which the model sees the whole batch, or let the model return the activations "
-        "with its predictions"
+    raise RuntimeError("the loss uses activations that the model or a hook has stored, and with "
+        "`GradientCache` only those of the last micro-batch are left. Use `ActivationCheckpoint()` "
+        "instead, or let the model return these activations together with its predictions"
         + more_link('kept-activations'))
 
 @patch
@@ -185,7 +184,6 @@ def _warn_differences(self:GradientCache, args):
     warn_once = self.warn_once if loop is None else loop.warn_once
     if bns:
         warn_once('batchnorm', f"{type(bns[0]).__name__} normalizes with the samples of a micro-batch, "
-            f"at most {self.limit.max_samples(learn.training)}, so the result differs from that of the "
-            "whole batch. Use `ActivationCheckpoint()` instead of `GradientCache`: the model then sees "
-            "the whole batch", BatchNormWarning)
+            "so the result differs from that of the whole batch. Use `ActivationCheckpoint()` instead "
+            "of `GradientCache`: the model then sees the whole batch", BatchNormWarning)
     warn_chunks(learn.model, args, warn_once)

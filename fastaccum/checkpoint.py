@@ -75,8 +75,9 @@ def check_segments(segments:object)->object:
         return check_function('segments', segments, 1, example)
     item_type = {tuple:type, list:nn.Module}.get(type(segments))
     if item_type and segments and all(isinstance(o, item_type) for o in segments): return segments
-    raise TypeError("`segments` must be a class or a tuple of classes, a list of modules, or a function "
-        f"of a module, got {segments!r} ({type(segments).__name__})" + more_link('segments'))
+    raise TypeError("`segments` must be a class or a tuple of classes, a list of modules that is not "
+        f"empty, or a function of a module, and this {type(segments).__name__} is none of these: pass "
+        "for example `segments=nn.TransformerEncoderLayer`" + more_link('segments'))
 
 # %% ../nbs/04_checkpoint.ipynb #unwrapped
 def unwrapped(model:nn.Module)->nn.Module:
@@ -87,17 +88,17 @@ def unwrapped(model:nn.Module)->nn.Module:
     check_not_sharded(model)
     if isinstance(model, DistributedDataParallel): model = model.module
     for m in model.modules():
-        name = type(m).__name__
         if isinstance(m, DataParallel):
             raise ValueError("`ActivationCheckpoint` does not work with DataParallel, because all "
-                "segments would run on the first device. Use `learn.distrib_ctx()` instead, with one "
-                "process for each device" + more_link('data-parallel'))
+                "segments would run on the first device. Use one process for each GPU instead: put the "
+                "fit in `with learn.distrib_ctx():`, and start the script with `accelerate launch`"
+                + more_link('data-parallel'))
         if is_compiled(m):
+            name = type(getattr(m, '_orig_mod', m)).__name__
             raise ValueError(f"{name} is compiled, and the compiler decides which activations are "
-                "computed again, so `ActivationCheckpoint` cannot. Train before you compile the model; "
-                "or leave the callback out, and set `torch._functorch.config.activation_memory_budget = "
-                "0.5`"
-                + more_link('compiled-model'))
+                "computed again, so `ActivationCheckpoint` cannot. Do not compile it; or leave the "
+                "callback out, and set `torch._functorch.config.activation_memory_budget = 0.5` before "
+                "the first fit" + more_link('compiled-model'))
     return model
 
 # %% ../nbs/04_checkpoint.ipynb #inputs
@@ -193,9 +194,10 @@ def _check_unchanged(self:_Recomputed, versions):
     """
     if all(o._version==v for o,v in versions): return
     raise RuntimeError(f"an input or a parameter of segment {self.segment.name!r} was changed in "
-        "place, so the segment cannot be computed again. Use `inplace=False` in its layers, or "
-        "choose `segments=` without this one. If an optimizer of yours changed the parameter, let "
-        "it step after the backward pass" + more_link('changed-in-place'))
+        "place, so the segment cannot be computed again. In this segment and wherever its input is "
+        "used, set `inplace=False` and write `x = x+y` instead of `x += y`, or pass `segments=` without "
+        "this segment. If your own optimizer changed a parameter, let it step after the backward pass"
+        + more_link('changed-in-place'))
 
 # %% ../nbs/04_checkpoint.ipynb #chain
 class _Chain:
@@ -259,6 +261,6 @@ def after_fit(self:ActivationCheckpoint):
     # if the callback chose the segments itself, warn only if none of them ran.
     is_harmless = self.given is None and len(idle)<n
     if not idle or is_harmless or not self.learn.train_iter: return
-    warn(f"{len(idle)} of {n} segments did not run in this fit, such as {idle[0]!r}, so they save no "
-        "memory: the model does not call their `forward`. Pass modules that it calls as `segments=`"
-        + more_link('idle-segments'))
+    warn(f"segments that did not run with gradients in this fit save no memory: {len(idle)} of {n}, "
+        f"such as {idle[0]!r}. As `segments=`, pass modules whose `forward` the model calls outside of "
+        "`torch.no_grad()`" + more_link('idle-segments'))

@@ -158,8 +158,9 @@ def before_fit(self:NoiseScale):
     check_single(learn, NoiseScale)
     self.acc = our_callback(learn, 'GradientAccumulation')
     if self.acc is None:
-        raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner takes a "
-            "step on every batch: add fastaccum's `GradientAccumulation(accum_bs)` to its callbacks"
+        raise ValueError("NoiseScale compares the micro-batches of a step, and fastaccum does not "
+            "accumulate gradients in this fit: add `fastaccum.GradientAccumulation(accum_bs)` to its "
+            "callbacks, and leave out fastai's class of the same name"
             + more_link('nothing-accumulates'))
     self.undo_patches()
     self.readings = []

@@ -53,8 +53,9 @@ def fractions(start:int|float, finish:int|float, n_epoch:int)->tuple[float,float
     begin = fraction(start, n_epoch)
     end = fraction(finish, n_epoch)
     if begin<=end: return begin,end
-    raise ValueError(f"`start={start}` is later than `finish={finish}`: pass a `finish` at or "
-        "after `start`" + more_link('start-and-finish'))
+    raise ValueError(f"`start={start}` is later than `finish={finish}`: pass a `finish` at or after "
+        "`start`. A float is a fraction of training, and an int an epoch, so the end of training is "
+        "`finish=1.` and not `finish=1`" + more_link('start-and-finish'))
 
 # %% ../nbs/01_schedule.ipynb #annealer
 def as_annealer(schedule:Callable, start:int, end:int)->Callable:
@@ -65,8 +66,8 @@ def as_annealer(schedule:Callable, start:int, end:int)->Callable:
 
     TypeError: `schedule` cannot be called with two numbers, or does not return a function
     """
-    hint = ("pass an annealer `f(start, end)` that returns a function of the position, such as "
-        "`SchedCos`, or a function of the position alone")
+    hint = ("pass an annealer, such as `schedule=SchedCos`, or a function from progress (0 to 1) to "
+        f"samples, such as `lambda p: {start}+{end-start}*p`")
     try:
         # `inspect.signature` raises a ValueError for some functions written in C. For these, the call of
         # `schedule` below shows whether they take two arguments.
@@ -79,7 +80,7 @@ def as_annealer(schedule:Callable, start:int, end:int)->Callable:
         raise TypeError(f"`schedule={schedule!r}` cannot be called with {start} and {end} ({e}): {hint}"
             + more_link('schedule-function')) from None
     if not callable(f):
-        raise TypeError(f"`schedule({start}, {end})` returned {f!r}: {hint}"
+        raise TypeError(f"`schedule({start}, {end})` returned {f!r}, which is not a function: {hint}"
             + more_link('schedule-function'))
     return f
 
@@ -91,14 +92,14 @@ def check_value(schedule:Callable, pos:float)->float:
     """
     try: size = schedule(pos)
     except Exception as e:
-        raise ValueError(f"`schedule` raised an error at position {pos:.3g} between `start` (0) and "
-            f"`finish` (1): {type(e).__name__}: {e}. Pass a schedule that returns numbers of samples"
+        raise ValueError(f"`schedule` raised {type(e).__name__} ({e}) at progress {pos:.3g}, where 0 is "
+            "`start` and 1 is `finish`: let it return a number of samples at every progress from 0 to 1"
             + more_link('schedule-function')) from e
     try: n = float(size)
     except (TypeError,ValueError,OverflowError): n = float('nan')
     if not 0<n<=2**53:
-        raise ValueError(f"`schedule` returned {size!r} at position {pos:.3g} between `start` (0) and "
-            "`finish` (1). Pass a schedule that returns numbers of samples, finite and above 0"
+        raise ValueError(f"`schedule` returned {size!r} at progress {pos:.3g}, where 0 is `start` and 1 "
+            "is `finish`: let it return a finite number of samples above 0"
             + more_link('schedule-function'))
     return n
 
@@ -111,7 +112,7 @@ def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
     ValueError: a number of micro-batches is below 1
     """
     if not isinstance(scheduling, dict) or not scheduling:
-        raise TypeError("`scheduling` must be a dict of epochs or steps and micro-batches per step, "
+        raise TypeError("`scheduling` must be a dict from epochs or steps to micro-batches per step, "
             f"such as {{0:2, 4:8}}, got {scheduling!r} ({type(scheduling).__name__})"
             + more_link('scheduling-dict'))
     for o in (*scheduling,*scheduling.values()):
@@ -150,9 +151,9 @@ class _Scheduled(GradientAccumulation):
         return self._accum_bs
     @accum_bs.setter
     def accum_bs(self, n):
-        raise AttributeError(f"`accum_bs={n!r}` cannot be set, because the size follows the schedule of "
-            f"{type(self).__name__}. Make a new callback, or use `GradientAccumulation`"
-            + more_link('set-by-the-schedule'))
+        raise AttributeError(f"`accum_bs={n!r}` cannot be set, because {type(self).__name__} computes "
+            "the size of each step from its schedule. Create a new callback with another schedule, or "
+            f"use `GradientAccumulation({n!r})`" + more_link('set-by-the-schedule'))
     n_acc = accum_bs
 
 # %% ../nbs/01_schedule.ipynb #schedule
@@ -225,9 +226,9 @@ def before_fit(self:GradientAccumulationSchedule):
     if self.validates or self.loop.plan is None or self.loop.finder is not None: return
     if fraction(self.finish, n_epoch)<=1: return
     reached = self.loop.plan.accum_bs_at(n_epoch)
-    warn(f"`finish={self.finish}` is after the end of this fit (epochs: {n_epoch}), so the steps end at "
-        f"{reached} samples instead of `final_accum_bs={self.final_accum_bs}`. To reach it at the end "
-        "of training, pass `finish=1.`: a float is a fraction of training, an int an epoch"
+    warn(f"`finish={self.finish}` is after the end of this fit (epochs: {n_epoch}), so the schedule is "
+        f"cut short, at {reached} samples per step (`final_accum_bs={self.final_accum_bs}`). To reach "
+        "its end, pass `finish=1.`: a float is a fraction of training, an int an epoch"
         + more_link('schedule-cut-short'))
 
 # %% ../nbs/01_schedule.ipynb #scheduler

@@ -46,14 +46,16 @@ def _mask_of_lengths(lengths, padded, n):
     ValueError: `lengths` are not `n` numbers from 0 to the columns of `padded`
     """
     width = padded.shape[1]
-    got = f'shape {tuple(lengths.shape)}' if isinstance(lengths, torch.Tensor) else repr(lengths)
+    got = repr(lengths)
+    if isinstance(lengths, torch.Tensor): got = f'a tensor of shape {tuple(lengths.shape)}'
     try: lengths = torch.as_tensor(lengths, device=padded.device)
     except (TypeError,ValueError,RuntimeError): lengths = None
     has_number_per_row = lengths is not None and lengths.shape==(n,) and not lengths.is_complex()
     is_valid = has_number_per_row and bool(((lengths>=0) & (lengths<=width)).all())
     if not is_valid:
-        raise ValueError(f"`length` of TokenBudget returned {got} for {n} rows of {width} columns: "
-            f"return a number of tokens for each row, at most {width}" + more_link('no-lengths'))
+        raise ValueError(f"`length` of TokenBudget returned {got} for a batch of {n} rows, padded to "
+            f"{width} tokens: return the number of tokens in each row, from 0 to {width}"
+            + more_link('no-lengths'))
     columns = torch.arange(width, device=padded.device)
     tokens_if_left = columns<lengths[:,None]
     tokens_if_right = columns>=width-lengths[:,None]
@@ -223,14 +225,13 @@ def _mask(self:TokenBudget, xb, yb, n):
     if self.pad_id is not None and ids: return ids[0]!=self.pad_id
     if not ids:
         raise ValueError(f"{self!r} needs integer token ids or an `attention_mask`, and this batch has "
-            "neither. For images, pass a number as `micro_batch_size=`. For padded features, pass "
-            "`length=`, a function that returns the number of tokens in each row"
-            + more_link('no-lengths'))
+            "neither. For images, pass a number, such as `micro_batch_size=8`. For padded features, "
+            "pass `length=`, a function that returns the number of tokens in each row, such as "
+            "`lambda batch: batch[1]`" + more_link('no-lengths'))
     raise ValueError(f"{self!r} cannot tell how long the rows of a batch are, because its first input "
-        "has no `attention_mask`. Pass the id of padding in an integer input, such as "
-        f"`TokenBudget({self.max_tokens}, pad_id=0)`, or `length=` with a function that returns the "
-        "number of tokens in each row"
-        + more_link('no-lengths'))
+        "has no `attention_mask`. Pass the id of the padding token, which is `pad_id=1` for fastai's "
+        "texts and `pad_id=tokenizer.pad_token_id` for Hugging Face's, or `length=`, a function that "
+        "returns the number of tokens in each row" + more_link('no-lengths'))
 
 # %% ../nbs/12_token_budget.ipynb #budget-divide
 @patch
@@ -253,7 +254,7 @@ def divide(self:TokenBudget,
     longest = division.trimmed_width(0, n)
     if longest>self.max_tokens:
         warn_once('longer-than-the-budget', f"a row of {longest} tokens is longer than {self!r}, so the "
-            f"row is a micro-batch of its own. If memory runs out, cut texts to {self.max_tokens} "
+            f"row is a micro-batch of its own. If memory runs out, truncate texts to {self.max_tokens} "
             "tokens")
     is_compared = self.warn_once_of_comparison is warn_once
     if not is_compared: self._try_trimming(model, xb, division, warn_once)
@@ -311,8 +312,7 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
         least_precise = dtypes_by_size[min(dtypes_by_size)] if dtypes_by_size else x.dtype
         tol = _rounding_tols.get(least_precise, 2e-2)   # 2e-2 for half precision
         if is_close(x, y, tol): continue
-        return warn_once('padding-counts', "the model's output changes when padding is trimmed, "
-            "so this run differs from the full-batch run. Give the model an attention mask, and "
-            "positions that begin with the first token. Otherwise, pass a number as "
-            "`micro_batch_size=`, which keeps all padding, and freeze pretrained BatchNorm layers with "
-            "`FreezeBN(lambda m: m[0])`", AccumulationWarning)
+        return warn_once('padding-counts', "the model's output changes when padding is trimmed, so this "
+            f"run differs from the full-batch run. Instead of {self!r}, pass "
+            f"`micro_batch_size={min(n_rows, division.n)}`, which keeps all padding, or let the model "
+            "ignore padding, for example with an attention mask", AccumulationWarning)

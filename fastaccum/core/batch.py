@@ -124,11 +124,10 @@ def container_like(o:object, parts:list)->object:
 def _cannot_be_split(o, n, reason=''):
     "Return the error for a part `o`, of a batch of `n` samples, that cannot be split"
     return TypeError(f"a {type(o).__name__}{reason} in a batch of {n} samples cannot be split: "
-        "`micro_batch_size` splits tensors with the samples along their first dimension, and tuples, "
-        "lists and dicts of such tensors. Pass `micro_batch_size=AutoSize(split=f)` with your own "
-        "function `f(batch, start, stop, n)`, or create the DataLoaders with a batch size that fits in "
-        "memory instead"
-        + more_link('cannot-be-split'))
+        "`micro_batch_size` splits only tensors with a row for each sample, and tuples, lists and dicts "
+        "of them. Pass `micro_batch_size=AutoSize(split=f)`, where your `f(batch, start, stop, n)` "
+        "returns the samples from `start` up to `stop`. Or leave out `micro_batch_size`, and create the "
+        "DataLoaders with a smaller `bs`" + more_link('cannot-be-split'))
 
 # %% ../../nbs/core/03_batch.ipynb #split-it
 def _lists_samples(o, n, of_tensors=False):

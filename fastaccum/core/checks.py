@@ -34,11 +34,13 @@ def check_count(name:str, n:object, unit:str='sample', or_else:str='')->int:
     ValueError: `n` is below 1
     """
     if isinstance(n, bool) or not isinstance(n, Integral):
-        means_auto = isinstance(n, str) and n.lower()=='auto'
+        is_auto = isinstance(n, str) and n.lower()=='auto'
+        means_auto = is_auto and name in ('accum_bs','n_acc','n_batches','micro_batch_size')
         number = str(n).removesuffix('.0')
         remedy = f': write `{number}`' if number.isdecimal() else ''
         hint = ". Did you mean `micro_batch_size='auto'`?" if means_auto else remedy
-        raise TypeError(f"`{name}` must be {or_else}a whole number of {unit}s, got {n!r} "
+        units = f"{unit}{'es' if unit.endswith('batch') else 's'}"
+        raise TypeError(f"`{name}` must be {or_else}a whole number of {units}, got {n!r} "
             f"({type(n).__name__}){hint}" + more_link('whole-number'))
     if n<1: raise ValueError(f"`{name}` must be at least 1, got {int(n)}" + more_link('whole-number'))
     return int(n)
@@ -177,13 +179,14 @@ def _check_one_accumulates(learn):
     passed = _passed_to_fit(learn)
     def described(cb):
         owner = 'fastai' if cb in fastais else 'fastaccum'
-        where = 'passed to `fit`' if cb in passed else 'on the Learner'
-        return f"{owner}'s {type(cb).__name__} ({where})"
+        # in methods such as `accum_check`, no callback was passed to `fit`
+        where = ' (passed to `fit`)' if cb in passed else ' (on the Learner)' if passed else ''
+        return f"{owner}'s {type(cb).__name__}{where}"
     callbacks = ' and '.join(map(described, cbs))
     keep_one = 'keep one of them'
     if not all(o in passed for o in cbs):
-        keep_one += (". `learn.remove_cbs([o for o in learn.cbs if o.name=='gradient_accumulation'])` "
-            "removes the ones on the Learner")
+        keep_one += (". Remove those on the Learner with `learn.remove_cbs([o for o in learn.cbs if "
+            "o.name=='gradient_accumulation'])`, and pass one as `cbs=`")
     raise ValueError(f"{len(cbs)} callbacks accumulate gradients, {callbacks}: {keep_one}"
         + more_link('two-callbacks'))
 
@@ -195,8 +198,8 @@ def check_half_gradients(learn:Learner):
     """
     if not any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs): return
     raise ValueError("NonNativeMixedPrecision would add up gradients in half precision, where they are "
-        "rounded and may overflow: use `learn.to_fp16()` or `learn.to_bf16()` instead of "
-        "`learn.to_non_native_fp16()`" + more_link('half-precision-gradients'))
+        "rounded and may overflow: replace it with `learn.to_non_native_fp32().to_fp16()`"
+        + more_link('half-precision-gradients'))
 
 class RefuseHalfGradients(Callback):
     """Calls `check_half_gradients` at the beginning of the next fit, before a callback casts the model
@@ -224,14 +227,14 @@ def check_learner(learn:Learner):
     for name,p in learn.model.named_parameters():
         if not getattr(p, '_post_accumulate_grad_hooks', None): continue
         raise ValueError(f"the parameter {name!r} has a hook (`register_post_accumulate_grad_hook`), "
-            "which would run with every micro-batch instead of once per step. Optimizers that step in "
-            "the backward pass set such hooks: use another optimizer, or remove it"
+            "which would run with every micro-batch instead of once per step. If an optimizer has set "
+            "it to step in the backward pass, use another optimizer. If the hook is yours, call "
+            "`remove()` on the handle that you got when you registered it"
             + more_link('steps-in-the-backward-pass'))
     for name in ('_do_one_batch','_do_grad_opt','one_batch'):
         if not _is_replaced(learn, name): continue
-        raise ValueError(f"the Learner's own `{name}` replaces fastai's, which runs the micro-batches, "
-            "so gradients cannot be accumulated: move its code into a callback, the model or the loss "
-            "function"
+        raise ValueError(f"this Learner has its own `{name}`, and fastaccum works only with fastai's: "
+            "move its code into a callback, the model or the loss function"
             + more_link('own-training-loop'))
 
 # %% ../../nbs/core/07_checks.ipynb #hooked
@@ -255,5 +258,5 @@ def check_single(learn:Learner, cls:type):
     n = sum(isinstance(o, cls) and o.run for o in learn.cbs)
     if n>1:
         raise ValueError(f"{n} {cls.__name__} callbacks are on this Learner, and each would do the same "
-            "work again: keep one of them. `learn.remove_cb(cb)` removes a callback `cb`"
-            + more_link('two-callbacks'))
+            f"work: keep one of them. `learn.remove_cb({cls.__name__})` removes all that stay on the "
+            "Learner after a fit; then pass one as `cbs=`" + more_link('two-callbacks'))

@@ -16,7 +16,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 from torch import nn
 from .batch import bounds, even_sizes, n_samples, split
-from .dry_run import Batches, CountSteps, DryRun
+from .dry_run import Batches, CountSteps, DryRun, no_step_remedy
 from .loader_info import batches_of, size_of
 from .out_of_memory import is_out_of_memory
 from .patching import QuietCallback, uninterrupted
@@ -182,10 +182,8 @@ def step(self:Compare, in_parts:bool, freeze:list=(), reset:bool=False, without:
     self.fit(in_parts, self.wholes[:1]*20, [capture,FreezeMode(freeze, reset)], without=without)
     if capture.n_steps: return capture
     n_batches = 20*len(self.sizes) if in_parts and self.loader_yields_parts else 20
-    raise RuntimeError(f"no step was made in {n_batches} batches of up to {self.n} samples. If a "
-        "callback ends the fit or skips steps, remove it or set `run_bs_find = False` in its class. If "
-        "the batches have no targets, set `n_inp` of the DataLoaders to the number of inputs; otherwise "
-        "the gradients overflow" + more_link('no-step-in-a-trial'))
+    raise RuntimeError(f"no step was made in {n_batches} batches of up to {self.n} samples. "
+        f"{no_step_remedy}" + more_link('no-step-in-a-trial'))
 
 @patch
 def differences(self:Compare, **kwargs:object)->dict:

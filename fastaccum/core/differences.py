@@ -11,6 +11,7 @@ __all__ = ['batchnorms', 'warn_chunks', 'DifferenceWarnings']
 from contextlib import contextmanager, nullcontext
 from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
+from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, Optimizer
 from fastcore.basics import patch
@@ -18,6 +19,7 @@ from .checks import class_names, hooked_params
 from .distributed import Processes
 from .loader_info import by_batch_size
 from .micro_batches import BatchParts, MicroBatch, remembers
+from .plan import count_of
 from .step_loader import Step, StepLoader
 from .warnings import AccumulationWarning, BatchNormWarning, LoaderWarning
 from .warnings import StateWarning, WarnOnce
@@ -44,8 +46,9 @@ def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
     encoders = [m for m in model.modules() if encoder in class_names(type(m))]
     if any(map(leaves_out, encoders)):
         warn_once('text-chunks', "fastai's SentenceEncoder leaves out the last chunk of a text if an "
-            "earlier text of the batch is too short to have such a chunk, so predictions depend on "
-            "which texts are in a micro-batch. Use `ActivationCheckpoint()` with the full batch instead",
+            "earlier text of the batch is too short to have that chunk. So predictions depend on which "
+            "texts share a micro-batch, and this run may differ from the full-batch run. Create the "
+            "DataLoaders with the batch size of a step, and use `ActivationCheckpoint()` instead",
             AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #look
@@ -92,11 +95,10 @@ def _warn_batchnorms(self:DifferenceWarnings, model, step, micro):
     is_one = len(bns)==1
     layers = '1 BatchNorm layer normalizes' if is_one else f'{len(bns)} BatchNorm layers normalize'
     self.warn_once('batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
-        f"{step.n_all} of a step, so this run differs from the full-batch run. If the full batch fits "
-        "in memory with `ActivationCheckpoint()`, use that callback instead of accumulating. "
-        f"Otherwise, make micro-batches larger, and call `learn.recalibrate_bn({step.n_here})` after "
-        "training, or freeze the BatchNorm of a pretrained body with `FreezeBN(lambda m: m[0])`",
-        BatchNormWarning)
+        f"{step.n_all} of a step, so this run differs from the full-batch run. If `bs={step.n_here}` "
+        "fits in memory with `ActivationCheckpoint()`, use that instead of accumulating. Otherwise, add "
+        "`FreezeBN(lambda m: m[0])` if the body is pretrained, or make micro-batches larger and call "
+        f"`learn.recalibrate_bn({step.n_here})` after training", BatchNormWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #warn-grouping
 @patch
@@ -104,10 +106,9 @@ def _warn_loader(self:DifferenceWarnings, step):
     how = by_batch_size(self.loader.dl)
     if not (how and self._joins_batches(step)): return
     self.warn_once('loader-order', f"the training {how}, so with batches of {step.n_here} it would "
-        "group the samples differently, and this run differs from the full-batch run. Make the "
+        "group the samples differently, and this run differs from the full-batch run. Create the "
         f"DataLoaders with `bs={step.n_here}`, and split their batches with "
-        f"`micro_batch_size={self.loader.sizes.bs}`",
-        LoaderWarning)
+        f"`micro_batch_size={self.loader.sizes.micro_bs}`", LoaderWarning)
 
 @patch
 def _warn_mixing(self:DifferenceWarnings, cb, step):
@@ -115,23 +116,22 @@ def _warn_mixing(self:DifferenceWarnings, cb, step):
     is_mixer = 'fastai.callback.mixup.MixHandler' in class_names(type(cb))
     mixes_as_fastai = is_mixer and type(cb).before_batch.__module__.startswith('fastai.')
     if not (mixes_as_fastai and cb.run and self._joins_batches(step)): return
-    bs = self.loader.sizes.bs
-    self.warn_once('mixed-in-micro-batches', f"{type(cb).__name__} mixes the {bs} samples of a "
+    sizes = self.loader.sizes
+    self.warn_once('mixed-in-micro-batches', f"{type(cb).__name__} mixes the {sizes.bs} samples of a "
         f"loader's batch, not all {step.n_here} samples of a step, so this run differs from the "
         f"full-batch run. Create the DataLoaders with `bs={step.n_here}`, and split their batches with "
-        f"`micro_batch_size={bs}`", AccumulationWarning)
+        f"`micro_batch_size={sizes.micro_bs}`", AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #warn-hooked
 @patch
 def _warn_hooked(self:DifferenceWarnings, model):
     hooked = hooked_params(model)
     if not hooked: return
-    more = f' and {len(hooked)-1} more' if hooked[1:] else ''
+    more = ' (and others)' if hooked[1:] else ''
     self.warn_once('parameter-hooks', "a hook (`register_hook`) on the parameter "
-        f"{hooked[0]!r}{more} gets the gradient of each micro-batch, not that of the step. If the "
-        "hook clips or normalizes gradients, this run differs from the full-batch run: do that in "
-        "`before_step` instead. A hook that multiplies by a constant is harmless",
-        AccumulationWarning)
+        f"{hooked[0]!r}{more} gets the gradient of each micro-batch, not that of the step. Unless the "
+        "hook only multiplies by a constant, this run differs from the full-batch run: clip or "
+        "normalize in `before_step` of a callback instead", AccumulationWarning)
 
 def _warn_second_optimizer(cb, opt, warn_once):
     "Warn of a callback with an optimizer of its own, unless the callback's `per_step` says when it runs"
@@ -139,9 +139,9 @@ def _warn_second_optimizer(cb, opt, warn_once):
     others = [o for o in own if o is not opt and o is not getattr(opt, 'opt', None)]
     if hasattr(cb, 'per_step') or not others: return
     warn_once('second-optimizer', f"{type(cb).__name__} has an optimizer of its own, which may step "
-        "with every micro-batch instead of once per step. Use `GradientCache`, which gives the callback "
-        "whole batches. If the callback adds up gradients and steps in `after_batch`, set "
-        "`per_step = True` in its class",
+        "with every micro-batch instead of once per step. Create the DataLoaders with the batch size of "
+        "a step, and use `GradientCache(micro_batch_size=…)` instead of `GradientAccumulation`. If the "
+        "callback adds up gradients and steps in `after_batch`, set `per_step = True` in its class",
         AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #holds-state
@@ -165,10 +165,12 @@ def watch_state(self:DifferenceWarnings, learn:Learner, step:Step, is_first:bool
     self.checked_state = True
     may_differ = self._joins_batches(step) and not self.processes.rank
     modules = [m for m in learn.model.modules() if callable(getattr(m, 'reset', None))]
-    bs = self.loader.sizes.bs
-    remedy = (f"Create the DataLoaders with `bs={step.n_here}`, and split their batches with "
-        f"`micro_batch_size={bs}`: each sample then keeps its own state. If the state is not needed, "
-        "reset it in `before_batch`")
+    # splitting gives each sample its own state in models such as fastai's AWD_LSTM: see `HiddenRows`
+    keeps_rows = any(hasattr(m, '_change_hidden') for m in modules)
+    instead = '`ActivationCheckpoint()` instead of `GradientAccumulation`'
+    if keeps_rows: instead = f'`micro_batch_size={self.loader.sizes.micro_bs}`'
+    remedy = ("If the state is not needed, call its `reset()` in a callback's `before_batch`. "
+        f"Otherwise, create the DataLoaders with `bs={step.n_here}`, and use {instead}")
     return self._watch_state(modules, remedy) if may_differ and modules else nullcontext()
 
 @patch
@@ -199,7 +201,7 @@ def before_split(self:DifferenceWarnings, parts:BatchParts):
 
 @patch
 def _warn_state(self:DifferenceWarnings, who, remedy):
-    self.warn_once('hidden-state', f"{who} keeps its state from one micro-batch to the next, where the "
+    self.warn_once('hidden-state', f"{who} keeps its state from one micro-batch to the next, while the "
         "full-batch run keeps it from one step to the next, so this run differs from the full-batch "
         f"run. {remedy}", StateWarning)
 
@@ -207,45 +209,46 @@ def _warn_state(self:DifferenceWarnings, who, remedy):
 @patch
 def grads_changed(self:DifferenceWarnings, n:int):
     "Warn that `n` gradients were changed between two micro-batches of a step"
-    self.warn_once('gradients-changed', f"{n} gradients were changed or emptied between two "
-        "micro-batches of a step, so this run differs from the full-batch run. Move code that clips, "
-        "calls `zero_grad` or runs a second backward pass to `before_step`, when the gradients are "
-        "complete", AccumulationWarning)
+    self.warn_once('gradients-changed', "between two micro-batches of a step, the gradients of "
+        f"{count_of(n, 'parameter')} were changed or emptied, so this run differs from the full-batch "
+        "run. Move code that clips, calls `zero_grad` or runs a second backward pass to `before_step`, "
+        "when the gradients are complete", AccumulationWarning)
 
 @patch
 def added_to_a_sum(self:DifferenceWarnings):
     "Warn that a callback adds a term to a loss that is a sum over samples"
     self.warn_once('added-to-a-sum', "a callback adds a term to your summed loss "
-        "(`reduction='sum'`), and the term counts once per step. This is right for a penalty on the "
-        "weights or a mean over samples. If the term is a sum over samples, or the callback scales "
-        "the loss, this run differs from the full-batch run: do that in the loss function")
+        "(`reduction='sum'`), and the term counts once per step, not once per micro-batch. This is "
+        "right for a penalty on the weights or a mean over samples. If the term is a sum over samples, "
+        "or the callback scales the loss, this run differs from the full-batch run: move that code into "
+        "the loss function")
 
 @patch
 def splits_rows(self:DifferenceWarnings, rows:int, n:int):
     "Warn that callbacks have made `rows` rows of a batch of `n` samples, and that these rows are split"
     self.warn_once('rows-of-a-split-batch', f"callbacks have made {rows} rows of the {n} samples of a "
-        "batch, and the batch is split by rows. If rows belong together, such as two views of a sample, "
-        "or have no target, such as unlabeled samples, this run differs from the full-batch run. Let "
-        "the loss see the whole batch with `GradientCache`, or create DataLoaders with a smaller `bs` "
-        "instead of passing `micro_batch_size=`", AccumulationWarning)
+        "batch, and `micro_batch_size=` splits the batch row by row. This is right if each row has a "
+        "target and a loss of its own. Otherwise, this run differs from the full-batch run: create the "
+        "DataLoaders with a smaller `bs` instead of passing `micro_batch_size=`, or, if the loss "
+        "compares rows, let it see the whole batch with `GradientCache`", AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #cancelled
 @patch
 def left_out(self:DifferenceWarnings, step:Step, n:int):
     "Warn that callbacks have cancelled `n` micro-batches of a step"
     if not self._joins_batches(step): return
-    self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} of a step's micro-batches. "
-        "The next micro-batches take their place, so all later steps of the epoch have other samples "
-        "than in the full-batch run, which would leave out the whole step. To do the same, raise "
+    self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} of a step's micro-batches, "
+        "and the next ones take their place, so all later steps of the epoch have other samples than in "
+        "the full-batch run. That run would leave out the whole step: to do the same, raise "
         "`CancelStepException` in `before_step`", AccumulationWarning)
 
 @patch
 def all_cancelled(self:DifferenceWarnings):
     "Warn that callbacks have cancelled all micro-batches of the last step of an epoch"
     self.warn_once('cancelled', "callbacks have cancelled all remaining micro-batches of an epoch "
-        "(`CancelBatchException` or `CancelBackwardException`), so no step was taken with them. Let the "
-        "callbacks decide by `learn.iter`, which counts micro-batches, and not by `train_iter`, which "
-        "counts steps and stands still meanwhile", AccumulationWarning)
+        "(`CancelBatchException` or `CancelBackwardException`), so no step was taken with them. If a "
+        "callback decides by `learn.train_iter`, which counts steps and stands still meanwhile, let it "
+        "use `learn.iter`, which counts micro-batches", AccumulationWarning)
 
 @patch
 def epoch_ends(self:DifferenceWarnings, exception:str, n:int):
@@ -253,18 +256,22 @@ def epoch_ends(self:DifferenceWarnings, exception:str, n:int):
     # if no micro-batch has run, there is no difference to warn of: a full batch would not have run
     # either
     if not n: return
-    self.warn_once('epoch-without-step', f"a callback has ended an epoch ({exception}) after {n} "
-        "micro-batches, before the first step was complete, so nothing was trained in this epoch. While "
-        "micro-batches run, `learn.iter` counts micro-batches: let the callback use `learn.train_iter`, "
-        "which counts steps, or decide in `after_step`", AccumulationWarning)
+    self.warn_once('epoch-without-step', f"a callback has ended an epoch ({exception}) after "
+        f"{count_of(n, 'micro-batch')}, before the first step was complete, so nothing was trained in "
+        "this epoch. Within a step, `learn.iter` counts micro-batches: let the callback use "
+        "`learn.train_iter`, which counts steps, or decide in `after_step`", AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #loader
 @patch
 def larger_batch(self:DifferenceWarnings, n:int):
     "Warn that a batch has `n` samples, more than the loader's batch size"
+    remedy = f'Set `learn.dls.train.bs = {n}`'
+    # fastai's DataLoader would put more items into a batch, instead of only reporting another size
+    is_fastais = isinstance(getattr(self.loader.dl, 'dl', self.loader.dl), DataLoader)
+    if is_fastais: remedy = 'Add rows in `before_batch` of a callback, not in the DataLoader'
     self.warn_once('larger-batches', f"a batch has {n} samples (the first dimension of its tensors), "
-        f"but the training loader says {self.loader.sizes.bs}, so an epoch has more steps than planned. "
-        f"Set the loader's `bs` to {n}, or give `accum_bs` in what the first dimension counts")
+        f"but the training loader says {self.loader.sizes.bs}, so an epoch has more steps than the "
+        f"learning rates are planned for. {remedy}")
 
 @patch
 def more_batches(self:DifferenceWarnings, n_steps:int):
@@ -272,6 +279,7 @@ def more_batches(self:DifferenceWarnings, n_steps:int):
     # If batches are larger than planned, the steps need fewer of them, so some are left. `larger_batch`
     # has already warned that batches are larger.
     if 'larger-batches' in self.warn_once.given: return
-    self.warn_once('more-batches', "the training loader yields more batches than its `__len__` "
-        f"says, so learning rates are planned for {n_steps} steps only, and the last of these may be "
-        "smaller than the rest. Let `__len__` return the number of batches")
+    self.warn_once('more-batches', "the training loader yields more batches than its length says, so "
+        f"learning rates are planned for {n_steps} steps only, and the last of these may be smaller "
+        "than the rest. Correct `__len__`: that of a loader returns the number of batches, that of a "
+        "dataset the number of samples")

@@ -46,8 +46,8 @@ def check_same(must_match:dict, each:list):
     for name,values in zip(must_match, zip(*each)):
         if len(set(values))>1:
             have = ', '.join('None' if o<0 else str(o) for o in values)
-            raise ValueError(f"the processes have different values of {name} ({have}): pass all "
-                "processes the same value" + more_link('processes-with-different-settings'))
+            raise ValueError(f"{name} differs between the processes ({have}): pass all of them the "
+                "same value" + more_link('processes-with-different-settings'))
 
 # %% ../../nbs/core/08_distributed.ipynb #not-sharded
 def _is_fsdp(m):

@@ -193,9 +193,9 @@ def check(self:ForwardState):
     """
     for name,o,version in self.tensors:
         if o._version==version: continue
-        raise RuntimeError(f"a forward pass changes the tensor `{name}` in place, so the pass cannot "
-            "be run again from the same start. Make the tensor a buffer, with "
-            f"`register_buffer('{name}', …)`. If it belongs to a cache of keys and values, set "
+        raise RuntimeError(f"the model changes its tensor `{name}` in place in the forward pass, which "
+            "therefore cannot be run again. Make the tensor a buffer: in the module's `__init__`, write "
+            f"`self.register_buffer('{name}', …)`. If it belongs to a cache of keys and values, set "
             "`use_cache=False` in the model's configuration" + more_link('changed-in-place'))
 
 # %% ../../nbs/core/23_forward_state.ipynb #again

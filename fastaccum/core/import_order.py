@@ -24,9 +24,8 @@ def before_fit(self:FastaiGradientAccumulation):
     others = [cb for cb in self.learn.cbs if not isinstance(cb, FastaiGradientAccumulation)]
     has_ours = any(cb.name==self.name for cb in others)
     if type(self) is FastaiGradientAccumulation and not has_ours and not is_validation:
-        warn_once('import-order', "this fit uses fastai's `GradientAccumulation`, not fastaccum's. They "
-            "share a name, and the last import wins. An import sorter may have changed their order. "
-            "Import fastaccum after fastai, or write `import fastaccum` and "
-            "`fastaccum.GradientAccumulation(…)`, which works in any order",
-            ImportOrderWarning)
+        warn_once('import-order', "this fit uses fastai's `GradientAccumulation`, not fastaccum's, so "
+            "it may differ from the full-batch run. Both have the same name, and the last import wins "
+            "(an import sorter may have moved it). Write `import fastaccum` and "
+            "`fastaccum.GradientAccumulation(…)`, which works in any order", ImportOrderWarning)
     self._orig_before_fit()   # `patch` keeps the replaced method under this name

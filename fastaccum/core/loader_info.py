@@ -90,10 +90,12 @@ def _bs_and_n(dl, micro_batch_size):
     bs = size_of(dl)
     n = n_of(dl)
     if bs is None and micro_batch_size is None:
+        # `bs` would let fastai's DataLoader join batches, and PyTorch's refuses to set `batch_size`
+        name = 'batch_size' if isinstance(dl, DataLoader) else 'bs'
         raise ValueError(f"the training {type(dl).__name__} has no `bs` or `batch_size` that says how "
-            "many samples its batches have: pass this number as `micro_batch_size=`. With "
-            "`micro_batch_size='auto'`, give the loader a `bs` attribute"
-            + more_link('batch-size-unknown'))
+            "many samples its batches have: pass the number to the callback, such as "
+            f"`GradientAccumulation(64, micro_batch_size=16)`. With 'auto', set "
+            f"`learn.dls.train.{name} = 16` instead" + more_link('batch-size-unknown'))
     if bs is not None and bs<1:
         raise ValueError(f"the batch size of the training {type(dl).__name__} must be at least 1, got "
             f"{bs}: give the loader a `bs` that says how many samples its batches have"
@@ -145,8 +147,8 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     dl = learn.dls.train
     if bs is not None and not resizable(dl):
         raise ValueError(f"the training {type(dl).__name__} yields ready-made batches, so it cannot "
-            f"make one of {bs} samples: make the loader with a batch size"
-            + more_link('ready-made-batches'))
+            f"make one of {bs} samples: create it with a batch size (`bs=`, or `batch_size=` of "
+            "PyTorch's DataLoader)" + more_link('ready-made-batches'))
     bs = bs or size_of(dl)
     if isinstance(dl, TorchDataLoader) and dl.batch_size is not None:
         kwargs = {} if isinstance(dl.dataset, IterableDataset) else dict(sampler=dl.sampler)
@@ -154,9 +156,10 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     elif isinstance(dl, DataLoader): dl = dl.new(num_workers=0, bs=bs)
     res = list(islice(dl, n))
     if not res:
-        raise ValueError(f"the training loader has no batch of {bs or 'any number of'} samples, because "
-            "its dataset has too few samples, or because it drops its only batch. Add samples, or make "
-            "the loader with `drop_last=False`" + more_link('no-batch'))
+        of_size = f' of {bs} samples' if bs else ''
+        raise ValueError(f"the training loader has no batch{of_size}, because its dataset has too few "
+            "samples. Pass a smaller size, or create the DataLoaders with a smaller `bs` or with "
+            "`drop_last=False`" + more_link('no-batch'))
     return res,samples_of(learn, res[0], bs)
 
 # %% ../../nbs/core/01_loader_info.ipynb #order

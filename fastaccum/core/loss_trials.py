@@ -96,9 +96,18 @@ def _batch_to_test(self:LossTrials, learn, micro):
     return (learn,1) if joined is None else (joined,2)
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-messages
-def _percent(off):
-    "Show the relative difference `off` of a micro-batch's loss with two digits"
+def _shown(off):
+    "Show the relative difference `off` of a micro-batch's loss, with two digits"
+    if isinf(off): return 'the loss of a part is not finite'
     return f"{float(f'{100*off:.2g}'):g}% off in one micro-batch"
+
+# how to find out whether a loss that could not be tested in the fit gives the full-batch run's result
+_check = "call `learn.accum_check(cbs=…)` with the callbacks that you passed to the fit"
+
+def _use_cache(micro):
+    "Return the remedy for a loss that needs all samples of a step at once"
+    return ("create the DataLoaders with `bs` set to the size of a step, and replace "
+        f"`GradientAccumulation` with `GradientCache(micro_batch_size={micro.n})`")
 
 def _items(mean):
     "Name the items over which the loss should be a mean or sum, given the `StepMean`"
@@ -109,27 +118,30 @@ def _items(mean):
 def _warn_not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
     "Warn if the loss is not the mean of its parts' losses; returns whether it is not"
     if not probed.wrong: return False
-    how = 'the loss of a part is not finite' if isinf(probed.off) else _percent(probed.off)
-    remedy = ("If it averages other items, such as tokens, pass `n_items=`, a function that counts "
-        "these items; if it compares samples with each other, let it see the whole batch with "
-        "`GradientCache`; if one of its terms is a sum, use `reduction='mean'`")
+    if_pairs = f"If it compares samples with each other, {_use_cache(micro)}"
     if probed.adds_up:
         remedy = ("The losses of the parts add up to it: if it is meant to be a sum, set "
-            "`learn.loss_func.reduction = 'sum'` before the fit; if not, use `reduction='mean'`")
+            "`learn.loss_func.reduction = 'sum'` before the fit and leave out `n_items=`; if not, use "
+            "`reduction='mean'`")
+    elif mean.is_sum:
+        remedy = ("Its `reduction` is 'sum', so each of its terms must be a sum over samples; if the "
+            f"loss is meant to be a mean, use `reduction='mean'`. {if_pairs}")
+    else:
+        remedy = ("If it averages other items, such as tokens, pass `n_items=`, a function that counts "
+            f"these items; if one of its terms is a sum, let that term be a mean. {if_pairs}")
     kind = 'sum' if mean.is_sum else 'mean'
-    self.warn_once('loss-not-a-mean', f"your loss is not a {kind} over {_items(mean)} ({how}), so this "
-        f"run differs from the full-batch run. {remedy}", LossWarning)
+    self.warn_once('loss-not-a-mean', f"your loss is not a {kind} over {_items(mean)} "
+        f"({_shown(probed.off)}), so this run differs from the full-batch run. {remedy}", LossWarning)
     return True
 
 @patch
 def _warn_of_state(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss function that keeps a state, such as a count, from one call to the next"
     if not probed.has_state: return False
-    self.warn_once('loss-with-state', "your loss function keeps something from one call to the next, "
-        "such as a running mean or a count: with the same predictions and targets, it returned two "
-        "different values. It is called with every micro-batch instead of once per step, so this run "
-        "differs from the full-batch run. Use `GradientCache`, which calls it once per step",
-        StateWarning)
+    self.warn_once('loss-with-state', "your loss function returned two different values for the same "
+        "predictions and targets, so it keeps something from call to call, such as a running mean. It "
+        "is called once per micro-batch instead of once per step, so this run differs from the "
+        f"full-batch run. To call it once per step, {_use_cache(micro)}", StateWarning)
     return True
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-not-tried
@@ -141,10 +153,10 @@ def _warn_of_more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
     # in predictions of the shape (time, sample, class), as for CTC loss, a row is a point in time
     has_time_first = learn.pred.shape[1:-1]==(micro.n,)
     if not rows>micro.n>1 or has_time_first: return False
-    self.warn_once('more-rows', f"the loss gets {rows} rows for the {micro.n} samples of a micro-batch, "
-        "for example because a callback makes several views of each sample, and the loss could not be "
-        "checked on parts of the micro-batch. If it compares samples with each other, this run differs "
-        "from the full-batch run: let it see the whole batch with `GradientCache`", LossWarning)
+    self.warn_once('more-rows', f"the loss gets {rows} rows for a micro-batch of {micro.n} samples, as "
+        "when a callback makes several views of each sample, and fastaccum could not check this loss. "
+        "If it compares samples with each other, this run differs from the full-batch run: "
+        f"{_use_cache(micro)}", LossWarning)
     return True
 
 @patch
@@ -156,9 +168,9 @@ def _warn_of_failure(self:LossTrials, probed, learn, micro, mean)->bool:
     if not probed.raised or is_single or not computed_by_loss_func: return False
     kind = 'sum' if mean.is_sum else 'mean'
     self.warn_once('loss-not-tried', f"fastaccum could not check whether your loss is a {kind} over "
-        f"{_items(mean)}, because the loss fails on a part of the micro-batch ({probed.reason}). If it "
-        "uses more than predictions and targets, this run may differ from the full-batch run: call "
-        "`learn.accum_check()` to find out", LossWarning)
+        f"{_items(mean)}, because the loss of a part of a micro-batch cannot be computed "
+        f"({probed.reason}). If it is not, this run differs from the full-batch run: to find "
+        f"out, {_check}", LossWarning)
     return True
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-labels
@@ -172,9 +184,8 @@ def _warn_of_uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
     self.warn_once('loss-not-tried', "fastaccum could not check whether your loss is a mean over "
         "samples, and samples have different numbers of labels other than -100. If it is a mean over "
         "labels, as a loss that the model computes usually is, this run differs from the full-batch "
-        "run: pass `n_items=`, a function that counts the labels, such as `lambda learn: "
-        "(learn.y!=-100).sum()` if `learn.y` has them (a causal language model leaves out the first "
-        "label of each sequence). `learn.accum_check()` tells you whether the result is right",
+        "run: pass `n_items=lambda learn: (learn.y!=-100).sum()`, or another function that counts the "
+        f"labels that the loss averages. To find out whether the result is right, {_check}",
         LossWarning)
     return True
 
@@ -298,15 +309,13 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     names = ' and '.join(dict.fromkeys(type(cb).__name__ for cb,_ in found))
     changes = LossChanges(learn, n, found, self.attrs)
     probed = changes.try_parts(batch, mean.counter)
-    reason = ' '.join(probed.reason.split())   # joins the lines of an error's text, for the warning
     if probed.wrong:
-        self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss is not "
-            f"a mean over {_items(mean)} ({_percent(probed.off)}), so this run differs from the "
-            "full-batch run. If the callback compares samples with each other, let it see the whole "
-            "batch with `GradientCache`; if it adds a sum over samples, let it add the mean",
-            LossWarning)
+        self.warn_once('changed-loss', f"the loss as changed by {names} is not a mean over "
+            f"{_items(mean)} ({_shown(probed.off)}), so this run differs from the full-batch run. If a "
+            "callback adds a sum over samples, let it add the mean. If it compares samples with each "
+            f"other, {_use_cache(micro)}", LossWarning)
     elif probed.off is None and uses_batch(learn, micro.loss_grad_fn):
-        self.warn_once('changed-loss-not-tried', f"{names} changes the loss, and fastaccum could "
-            f"not check whether the changed loss is a mean over {_items(mean)} ({reason}). If the "
-            "callback compares samples with each other, or adds a sum over samples, this run differs "
-            "from the full-batch run: call `learn.accum_check()` to find out", LossWarning)
+        self.warn_once('changed-loss-not-tried', "fastaccum could not check whether the loss as changed "
+            f"by {names} is a mean over {_items(mean)} ({probed.reason}). If a callback adds "
+            "a sum over samples, or compares samples with each other, this run differs from the "
+            f"full-batch run: to find out, {_check}", LossWarning)

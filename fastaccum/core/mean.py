@@ -60,10 +60,11 @@ class TargetCounter:
         """
         y = learn.yb[0]
         if not isinstance(y, torch.Tensor):
-            raise TypeError("the loss function has an `ignore_index`, but the target is not a tensor "
-                f"(it is a {type(y).__name__}), so its targets cannot be counted: pass `n_items=`, a "
-                "function of the Learner that returns the number of targets that are not ignored"
-                + more_link('targets-not-counted'))
+            counted = 'the number' if self.weight is None else 'the sum of the class weights'
+            raise TypeError("the loss function has an `ignore_index`, but the target is a "
+                f"{type(y).__name__} and not a tensor, so fastaccum cannot count the targets: pass "
+                f"`n_items=`, a function of the Learner that returns {counted} of the targets that are "
+                "not ignored" + more_link('targets-not-counted'))
         y = plain_tensor(y)
         # in a comparison with uint8 targets, PyTorch would convert an `ignore_index` of -100 to 156
         if y.dtype==torch.uint8: y = y.long()
@@ -126,18 +127,19 @@ def _checked(size, read_tensor, loss=None):
         if read_tensor: _checked(size.item(), read_tensor, loss)
         return size
     if isinstance(size, bool) or not isinstance(size, Real):
-        raise TypeError("`n_items` must return a number or a tensor with one element, got "
-            f"{size!r} ({type(size).__name__})" + more_link('size-function'))
+        got = f'{size!r} ({type(size).__name__})'
+        if isinstance(size, torch.Tensor): got = f'a tensor of shape {tuple(size.shape)}'
+        raise TypeError(f"`n_items` must return a number or a tensor with one element, got {got}: count "
+            "the items, as in `lambda learn: (learn.y!=-100).sum()`" + more_link('size-function'))
     if not 0<=size<float('inf'):
-        raise ValueError(f"`n_items` must return a finite number, zero or more, got {size!r}"
-            + more_link('size-function'))
+        raise ValueError(f"`n_items` must return a finite number, zero or more, got {size!r}: return "
+            "the number of items that the micro-batch's loss averages" + more_link('size-function'))
     if size!=0 or loss is None: return size
     # a mean over no items is NaN, or 0 if the loss function prevents the division by 0
     loss = float(loss)
     if loss!=0 and isfinite(loss):
-        raise ValueError("`n_items` must return a finite number above 0 for a micro-batch with a loss "
-            f"of {loss:.3g}, got 0, so nothing would be trained. Return the number of items "
-            "that this loss is a mean of"
+        raise ValueError(f"`n_items` returned 0 for a micro-batch with a loss of {loss:.3g}, so this "
+            "micro-batch would not count: return the number of items that its loss averages"
             + more_link('size-function'))
     return size
 

@@ -129,13 +129,15 @@ class BatchParts:
         xb,yb = self.whole
         b = self.division.part((*xb,*yb), start, stop)
         if not isinstance(b, (tuple,list)):
-            raise TypeError(f"`split` must return a tuple or list of the {len(xb)+len(yb)} parts of a "
-                f"batch, got {b!r}" + more_link('cannot-be-split'))
+            raise TypeError(f"`split` must return a tuple or list of all {len(xb)+len(yb)} inputs and "
+                f"targets, got {type(b).__name__}: return rows of each of them, as in "
+                "`tuple(o[start:stop] for o in batch)`" + more_link('cannot-be-split'))
         for whole,part in zip(yb, b[len(xb):]):
             if has_rows(whole, self.n) and not has_rows(part, stop-start):
                 shape = tuple(getattr(part, 'shape', ()))
-                raise ValueError(f"`split` must return a row for each of the {stop-start} samples "
-                    f"{start} to {stop-1}, got targets of shape {shape}" + more_link('cannot-be-split'))
+                raise ValueError(f"`split(batch, {start}, {stop}, {self.n})` returned targets of shape "
+                    f"{shape}, whose first dimension should be {stop-start}: return `o[start:stop]` of "
+                    "each input and target `o`" + more_link('cannot-be-split'))
         return b[:len(xb)],b[len(xb):]
 
     def select(self, start:int, stop:int):
@@ -301,9 +303,9 @@ def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
     is_above_limit = limit is not None and n>limit
     if n==1 or is_above_limit:
         smallest = f'{n} samples that are kept together' if n>1 else 'a single sample'
-        raise torch.OutOfMemoryError(f"memory ran out with {smallest} ({self.unreported[1]}), so "
-            "smaller micro-batches do not help. Use `learn.to_fp16()`, `ActivationCheckpoint()`, "
-            "smaller inputs or a smaller model" + more_link('out-of-memory'))
+        raise torch.OutOfMemoryError(f"memory ran out even with {smallest}, so smaller micro-batches do "
+            "not help: use `ActivationCheckpoint()`, `learn.to_fp16()`, smaller inputs or a smaller "
+            f"model. The first error was: {self.unreported[1]}" + more_link('out-of-memory'))
     # round up, so that an odd number of samples is run in two parts
     if training: self.max_train = (n+1)//2
     else: self.max_valid = (n+1)//2
@@ -316,9 +318,9 @@ def report(self:AutoSize, training:bool):
     n,reason = self.unreported
     self.unreported = None
     phase = 'validation' if not training else 'training'
-    warn(f"memory ran out with a micro-batch of {n} samples ({reason}). Its samples were run again, "
-        f"and {phase} continues in micro-batches of {self.max_samples(training)} samples"
-        + more_link('memory-ran-out'))
+    warn(f"memory ran out with a micro-batch of {n} samples. You need not do anything: they were run "
+        f"again, and {phase} continues with at most {self.max_samples(training)} samples per "
+        f"micro-batch. The error was: {reason}" + more_link('memory-ran-out'))
 
 # %% ../../nbs/core/12_micro_batches.ipynb #as-size
 def read_micro_batch_size(o:int|str|MicroBatchLimit, split:Callable=split)->MicroBatchLimit:
@@ -360,9 +362,9 @@ def explain_split(k:int, n:int):
         is_split = k<n
         if is_split and not is_out_of_memory(e):
             append_message(e, f"The batch of {n} samples was split into micro-batches of {k}. If your "
-                f"code stores something for the whole batch, use `GradientCache(micro_batch_size={k})` "
-                f"instead, or create the DataLoaders with `bs={k}`"
-                + more_link('code-that-stores-a-whole-batch'))
+                "code stores something for the whole batch, leave out `micro_batch_size=`, and either "
+                f"add `GradientCache(micro_batch_size={k})` to `cbs=` or create the DataLoaders with "
+                f"`bs={k}`" + more_link('code-that-stores-a-whole-batch'))
         raise
 
 # %% ../../nbs/core/12_micro_batches.ipynb #failed
@@ -424,10 +426,10 @@ class Retries:
 def _succeeded(self:Retries, micro):
     "If all samples of a failed micro-batch have run again, restore the gradients in `Failed.grads`"
     if not micro.ran and any(o.grads for o in self.unfinished):
-        raise torch.OutOfMemoryError("memory ran out in the middle of a backward pass, and a "
-            f"callback has since cancelled {micro.n} of the samples that some gradients already "
-            "contain, which cannot be undone. Create the DataLoaders with a batch size that fits, "
-            "such as half of what `learn.bs_find()` returns" + more_link('cannot-be-undone'))
+        raise torch.OutOfMemoryError("memory ran out in the middle of a backward pass, and when the "
+            f"samples were run again, a callback cancelled {micro.n} of them, although some gradients "
+            "already contain them. Create the DataLoaders with a size that fits, such as "
+            "`bs=int(learn.bs_find())//2`" + more_link('cannot-be-undone'))
     while self.unfinished and self.unfinished[-1].stop==micro.stop:
         for p,g in self.unfinished.pop().grads: p.grad = g
     self.limit.report(self.training)

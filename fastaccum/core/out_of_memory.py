@@ -35,11 +35,13 @@ def is_out_of_memory(exc:BaseException|None)->bool:
 def explain_fixed_size(e:BaseException, cb:object):
     "If memory ran out in training, append to the message of `e` how the callback `cb` splits batches"
     if not is_out_of_memory(e): return
-    smaller = "create the DataLoaders with a smaller `bs`"
-    if cb.limit is not None: smaller = "pass a smaller `micro_batch_size`"
-    append_message(e, f"Pass `micro_batch_size='auto'` to {type(cb).__name__}: it splits a batch when "
-        f"memory runs out, and the steps stay the same. Or {smaller}"
-        + more_link('fixed-size-does-not-fit'))
+    if cb.limit is not None and cb.limit.shrinks:
+        help = "The part of the step that ran out of memory is not split: use a smaller `bs`"
+    else:
+        smaller = '`bs`' if cb.limit is None else '`micro_batch_size`'
+        help = (f"Pass `micro_batch_size='auto'` to {type(cb).__name__}, which splits a batch when "
+            f"memory runs out and keeps the steps as they are, or use a smaller {smaller}")
+    append_message(e, help + more_link('fixed-size-does-not-fit'))
 
 def explain_unsplit_validation(e:BaseException, cb:object):
     "If memory ran out in validation, append to the message of `e` what helps; `cb` is the callback"
@@ -48,14 +50,12 @@ def explain_unsplit_validation(e:BaseException, cb:object):
         f"`val_bs`, or pass `micro_batch_size='auto'` to {type(cb).__name__}, which splits them too"
         + more_link('fixed-size-does-not-fit'))
 
-# name of a part of a step that is not split into micro-batches -> the reason why smaller micro-batches
-# do not save memory there, and what to do
+# name of a part of a step that is not split into micro-batches -> what to do if memory runs out there
 _unsplit = {
-    "a callback's `before_step`": "a forward pass of the callback's own is not split. Create the "
-        "DataLoaders with a smaller `bs` (`learn.bs_find()` finds one), or let the callback use fewer "
-        "samples",
-    "the optimizer's step": "the optimizer keeps values for each parameter. Use an optimizer that keeps "
-        "fewer values, such as SGD, or parameters in half precision, or a smaller model"}
+    "a callback's `before_step`": "let the callback use less memory, or create the DataLoaders with a "
+        "smaller `bs`",
+    "the optimizer's step": "use an optimizer that keeps fewer values for each parameter, such as SGD, "
+        "or a smaller model"}
 
 def call_unsplit(part:str, f:Callable, *args:object):
     """Call `f(*args)`, which runs the part of a step named `part`, a key of `_unsplit`
@@ -65,8 +65,9 @@ def call_unsplit(part:str, f:Callable, *args:object):
     try: f(*args)
     except Exception as e:
         if not is_out_of_memory(e): raise
-        raise torch.OutOfMemoryError(f"memory ran out in {part} ({e}). Smaller micro-batches do not "
-            f"help, because {_unsplit[part]}" + more_link('out-of-memory')) from e
+        raise torch.OutOfMemoryError(f"memory ran out in {part}, which does not run in micro-batches, "
+            f"so smaller ones do not help: {_unsplit[part]}. The error was: {e}"
+            + more_link('out-of-memory')) from e
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #free
 def free_memory():

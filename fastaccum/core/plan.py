@@ -336,15 +336,16 @@ def _check_filled(self:Plan, warns, size_name):
     if sum(full)>accum_bs:
         batches = ', '.join(str(o.unit) for o in self.loaders)
         what += f" ({sum(full)} in whole batches of {batches})"
+    sizes = 'the sizes of the schedule' if self.has_schedule else f'`{size_name}`'
     if not self.never_empty:
-        raise ValueError(f"{what}, and `drop_last=True` leaves out incomplete steps, so nothing would "
-            f"be trained. Lower `{size_name}`, or leave out `drop_last=True`" + more_link('no-step'))
+        raise ValueError(f"{what}, and `drop_last=True` leaves out incomplete steps, so this epoch "
+            f"would train nothing. Lower {sizes}, or leave out `drop_last=True`" + more_link('no-step'))
     if not warns: return
     why = ''
     if self.drop_last:
         why = (" It is kept although the training loader drops its incomplete last batch, because "
             "otherwise nothing would be trained.")
-    warn(f"{what}, so the whole epoch is a single, smaller step.{why} Lower `{size_name}` to get full "
+    warn(f"{what}, so the whole epoch is a single, smaller step.{why} Lower {sizes} to get full "
         "steps, or pass `drop_last=False` to keep this step without a warning" + more_link('no-step'))
 
 # %% ../../nbs/core/00_plan.ipynb #warn-left-out
@@ -378,11 +379,10 @@ def _warn_rounded_up(self:Plan, size_name):
         warn(f"the loader's batches of {unit} samples are larger than `{size_name}={wanted}`, so each "
             f"batch is a step and nothing is accumulated. `{size_name}` counts samples, not batches: "
             f"for steps of {count_of(wanted, 'batch')} of {unit}{where}, pass `{size_name}={n_samples}` "
-            f"or `n_batches={wanted}`. For steps of {wanted} samples, create the DataLoaders with a "
-            "smaller `bs`, or split their batches with `micro_batch_size=`"
-            + more_link('larger-than-a-step'))
+            f"or `n_batches={wanted}`. For steps of {count_of(wanted, 'sample')}, also pass "
+            f"`micro_batch_size={wanted}`" + more_link('larger-than-a-step'))
     elif n_processes>1 and full!=wanted:
-        sizes = ', '.join(str(o.bs) for o in self.loaders)
-        warn(f"a step has {full} samples instead of `{size_name}={wanted}`, because each of the "
-            f"{n_processes} processes takes whole batches (of {sizes} samples). Choose a multiple of "
-            "the batch size times the number of processes" + more_link('rounded-up'))
+        parts = 'whole batches' if unit>1 else 'equal parts'
+        warn(f"a step has {full} samples instead of `{size_name}={wanted}`, because {wanted} samples "
+            f"cannot be divided into {parts} for {n_processes} processes. To avoid this warning, pass "
+            f"`{size_name}={full}`" + more_link('rounded-up'))

@@ -153,6 +153,10 @@ def _is_same_state(a, b):
     pairs = zip(a, b) if isinstance(a, tuple) else [(a,b)]
     return all(np.array_equal(x, y) for x,y in pairs)
 
+def _describe(e):
+    "Return the class and the message of an error in one line"
+    return f"{type(e).__name__}: {' '.join(str(e).split())}"
+
 class _LossError(Exception):
     "An error in the loss function, or the reason why it cannot be given a part of the samples"
 
@@ -163,7 +167,7 @@ def _loss_and_size(part, m, counter, devices, change):
         loss = part.loss_func(part.pred, *part.yb)
         if change is not None: loss = change(part, loss)
         loss = loss.as_subclass(torch.Tensor).detach()
-    except Exception as e: raise _LossError(f'{type(e).__name__}: {e}') from e
+    except Exception as e: raise _LossError(_describe(e)) from e
     if not all(_is_same_state(a, b) for (_,a),(_,b) in zip(before, rng_state(devices))):
         raise ValueError('random numbers are drawn')
     size = 1 if counter.is_sum else counter(part, m)
@@ -237,4 +241,4 @@ def probe(learn:Learner, n:int, counter:Callable, change:Callable|None=None)->Pr
             loss_func = _copy_loss(learn.loss_func, learn, model)
             return _compare_parts(learn, loss_func, n, counter, state.devices, change)
     except _LossError as e: return Probed(None, str(e), raised=True)
-    except Exception as e: return Probed(None, f'{type(e).__name__}: {e}')
+    except Exception as e: return Probed(None, _describe(e))

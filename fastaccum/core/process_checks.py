@@ -36,15 +36,15 @@ def check_loaders(loaders:list, comms:list):
     if len(loaders)==1: return
     if min(o.n for o in loaders)<1:
         raise ValueError("a process has no samples to train on (samples of each process: "
-            f"{', '.join(str(o.n) for o in loaders)}): give each process at least one micro-batch"
+            f"{', '.join(str(o.n) for o in loaders)}): add samples, lower `bs`, or use fewer processes"
             + more_link('unequal-loaders'))
     are_equal = len({(o.bs,o.micro_bs,ceil(o.n/o.unit)) for o in loaders})==1
     if are_equal or not comms: return
     def text(o): return f'{ceil(o.n/o.micro_bs)} micro-batches of {o.micro_bs} ({o.n} samples)'
     have = ', '.join(map(text, loaders))
-    raise ValueError(f"the processes have different loaders ({have}), which does not work with "
-        f"{', '.join(comms)}: give all processes equal loaders, as `learn.distrib_ctx()` does"
-        + more_link('unequal-loaders'))
+    raise ValueError(f"the processes have different loaders ({have}), but with {', '.join(comms)} they "
+        "must run equally many micro-batches: give all processes equal loaders, as "
+        "`learn.distrib_ctx()` does" + more_link('unequal-loaders'))
 
 # %% ../../nbs/core/17_process_checks.ipynb #processes
 def check_wrapped(model:nn.Module):
@@ -77,8 +77,8 @@ def check_processes(processes:Processes, comms:list, limit:MicroBatchLimit|None,
     if is_uneven and comms:
         raise ValueError(f"`micro_batch_size={limit!r}` does not work on several processes with "
             f"{', '.join(comms)}: {limit.why_uneven}, and the others "
-            "would wait forever. Pass a number, such as one that `learn.bs_find()` finds"
-            + more_link('auto-on-processes'))
+            "would wait forever. Pass a number, such as half of what `learn.bs_find()` finds in a "
+            "single process" + more_link('auto-on-processes'))
     warn_comm_hooks(processes, warn_once)
 
 # %% ../../nbs/core/17_process_checks.ipynb #left-out
@@ -112,5 +112,6 @@ def check_search(learn:Learner, name:str, why:str, to_do:str):
         raise RuntimeError(f"`{name}` does not work in {n} processes, because {why}"
             + more_link('one-process'))
     if not len(learn.dls.train):
-        raise ValueError("the training loader has no batch, so there is nothing to "
-            f"{to_do}: make DataLoaders with at least one batch" + more_link('no-batch'))
+        raise ValueError(f"the training loader has no batch, so there is nothing to {to_do}: add "
+            "samples, or create the DataLoaders with a smaller `bs` or with `drop_last=False`"
+            + more_link('no-batch'))

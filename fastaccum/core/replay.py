@@ -28,9 +28,10 @@ def _refuse(x, n):
     "Raise the error for the output `x` of `n` samples, which cannot be joined with other outputs"
     output = f'tensor of shape {tuple(x.shape)}' if isinstance(x, torch.Tensor) else type(x).__name__
     raise TypeError(f"the model returned a {output} for a micro-batch of {n} samples, which "
-        "`GradientCache` cannot put together: each tensor needs a row for each sample, or has to be "
-        "equal for all micro-batches. Let the model return values of single samples, such as "
-        "embeddings, and compute losses and similarities in the loss function" + more_link('no-rows'))
+        "`GradientCache` cannot join with those of other micro-batches: each tensor needs a row for "
+        "each sample, or must be equal for all micro-batches. Let the model return one row per sample, "
+        "such as an embedding, and compute losses and similarities in the loss function"
+        + more_link('no-rows'))
 
 def _has_rows(x, y, nx, ny):
     "Whether the output `x` has a row for each of `nx` samples; `y` is the same output for `ny` samples"
@@ -124,8 +125,9 @@ def run(self:ReplayedForward, start:int, stop:int):
     try: xs = self.division.part(self.args, start, stop)
     except TypeError as e:
         raise TypeError("the model's inputs cannot be split into micro-batches "
-            f"({str(e).split(':')[0]}): pass `GradientCache(…, split=f)`, where `f(inputs, start, "
-            "stop, n)` returns samples `start` to `stop`" + more_link('cannot-be-split')) from e
+            f"({str(e).split(':')[0]}): pass `split=f` to `GradientCache`, or to your `AutoSize`, where "
+            "`f(inputs, start, stop, n)` returns the samples from `start` up to, but not including, "
+            "`stop`" + more_link('cannot-be-split')) from e
     # copies, because the model may write into its inputs
     copies = (like_tensor(o.clone(), o) if isinstance(o, torch.Tensor) else o for o in leaves(xs))
     return self.model_forward(*rebuilt(xs, copies))
@@ -269,9 +271,9 @@ def backward(self:ReplayedForward, grads:Iterator)->list:
         raise RuntimeError("the predictions were back-propagated twice, which `GradientCache` cannot "
             "do: add up the losses, and call `backward()` once" + more_link('back-propagated-twice'))
     if any(x._version!=version for x,version in self.versions):
-        raise RuntimeError("a batch or parameter was changed in place between the forward and the "
-            "backward pass, in which `GradientCache` runs the model again: change a copy of the batch, "
-            "and change parameters after the backward pass" + more_link('changed-in-place'))
+        raise RuntimeError("a batch or parameter was changed in place after the forward pass, but "
+            "`GradientCache` needs it again in the backward pass: change a copy of the batch, and "
+            "change parameters in `before_step` or later" + more_link('changed-in-place'))
     grads = [next(grads) if isinstance(x, torch.Tensor) else None for x in self.last_outs]
     self.sums.add()   # move the gradients of the step's earlier batches from `p.grad` to the sums
     self._replay_all(grads)
@@ -323,9 +325,9 @@ def _replay(self:ReplayedForward, i, start, stop, grads):
     for x,g,is_by_row,needs in zip(outs, grads, has_rows, self.needs):
         if not isinstance(x, torch.Tensor) or not x.requires_grad: continue
         if not needs:
-            raise RuntimeError("an output of the model needs a gradient in one micro-batch and not in "
-                "the last one, so part of the gradient would be lost: let the model detach this output "
-                "always, or never" + more_link('output-sometimes-detached'))
+            raise RuntimeError("an output of the model requires a gradient in one micro-batch but not "
+                "in the last one, so part of the gradient would be lost: in the model's `forward`, "
+                "always detach this output, or never" + more_link('output-sometimes-detached'))
         if g is None: continue
         if is_by_row: pairs.append((x, self.division.rows(g, start, stop)))
         # An output without a row for each sample, such as a temperature, is the same in all
@@ -361,7 +363,8 @@ def _compare(self:ReplayedForward, outs):
         # a wide tolerance: a GPU may add numbers in another order, and layers may enlarge the difference
         tol = 1e-2 if x.dtype.itemsize<4 else 1e-3
         if (a-b).abs().max()<=tol*a.abs().max(): continue
-        return self.cb.warn_once('runs-differ', "the model returned something else when it was run "
-            "again on the same samples, so its gradients do not belong to its predictions. Let the "
-            "model draw random numbers from PyTorch, NumPy or Python only, and use nothing that changes "
-            "outside of the model. Otherwise, train without `GradientCache`", StateWarning)
+        return self.cb.warn_once('runs-differ', "`GradientCache` ran the model twice on the same "
+            "samples and got different outputs, so the gradients are wrong. In the model's `forward`, "
+            "draw random numbers only from PyTorch, NumPy or Python's `random`, and use no variable "
+            "that other code changes. If this is impossible, train without `GradientCache`",
+            StateWarning)

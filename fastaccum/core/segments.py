@@ -155,8 +155,9 @@ def _named_segments(model, modules):
     modules = list(dict.fromkeys(modules))
     for m in modules:
         if m not in names:
-            raise ValueError(f"a {type(m).__name__} in `segments` is not a module of this "
-                f"{type(model).__name__}: pass modules of `learn.model`" + more_link('segments'))
+            raise ValueError(f"a {type(m).__name__} in `segments` is not inside this "
+                f"{type(model).__name__}: pass modules of `learn.model`, but not the whole model"
+                + more_link('segments'))
     res = [Segment(names[m], [m]) for m in modules]
     for a in res:
         for b in res:
@@ -180,6 +181,7 @@ def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)-
     if res: return Segments(res)
     choice = '' if segments is None else f', because `segments={segments}` chooses no module'
     names = sorted({type(o).__name__ for o in model.modules() if o is not model and _computes(o)})
-    raise ValueError(f"no segments were found in this {type(model).__name__}{choice}. Pass as "
-        "`segments=` the class of its blocks, a list of modules, or a function of a module. Classes in "
-        f"this model that hold layers: {', '.join(names) or 'none'}" + more_link('segments'))
+    remedy = 'leave out `segments=`' if choice else 'leave out `ActivationCheckpoint`'
+    if names: remedy += f", or pass `segments=` a class in it that holds layers: {', '.join(names)}"
+    raise ValueError(f"no segments were found in this {type(model).__name__}{choice}: {remedy}"
+        + more_link('segments'))

@@ -85,9 +85,9 @@ class Step:
 
     def _refuse(self, *_):
         raise TypeError("during training, the items of `learn.dl` are optimizer steps, which cannot be "
-            "indexed or iterated. To see the batches, use `before_batch` of a callback; a Learner's own "
-            "`all_batches` may only pass the steps to `one_batch`"
-            + more_link('own-training-loop'))
+            "indexed or iterated. In a callback, read `self.xb` and `self.yb` in `before_batch`, or "
+            "iterate over `self.dls.train`. If your Learner has its own `all_batches`, only pass each "
+            "item on to `one_batch`" + more_link('own-training-loop'))
     __len__ = __iter__ = __getitem__ = _refuse
 
     def n_missing(self, counted:int)->int:
@@ -179,17 +179,18 @@ def _warn_fewer(self:StepLoader, n):
     else: needed = sum(planned[:-1])+1
     if n>=needed: return
     self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, too few for "
-        f"the {len(planned)} steps that were planned from its `__len__` and `bs`, so the learning "
-        "rate schedule does not reach its end. Let `__len__` return the number of batches, or give "
-        "the loader an attribute `n`, the number of samples")
+        f"the {len(planned)} steps that were planned from its `__len__` and `bs`, so a learning rate "
+        "schedule does not reach its end. Let `__len__` return the number of batches, and give the "
+        "loader an attribute `n`, the number of samples")
 
 @patch
 def _unplanned(self:StepLoader, batches, are_several):
     "Yield more steps than planned, each of the full size of the last planned step, until `dl` ends"
     if are_several:
         raise RuntimeError(f"this process has samples left after all {len(self.steps)} steps, "
-            "because its loader yields more or larger batches than its `__len__` and `bs` say: "
-            "correct `__len__` and `bs`" + more_link('more-batches'))
+            "because its loader yields more or larger batches than its `__len__` and `bs` say: let "
+            "`__len__` return the number of batches, and `bs` be the number of samples in a batch"
+            + more_link('more-batches'))
     planned = self.steps[-1]
     planned = planned._replace(sizes=(planned.full,))
     while batches.has_more(): yield Step(batches, planned, is_planned=False)

@@ -170,7 +170,7 @@ def run_step(self:StepLoop, i:int, step:Step):
 def _begin_step(self:StepLoop, i, step):
     if not self.acc.run or self.acc not in self.learn.cbs:
         raise RuntimeError(f"{type(self.acc).__name__} was switched off or removed in the middle of an "
-            "epoch, when a step may be half done: switch it off or remove it before or after an epoch"
+            "epoch, when a step may be half done: do this in `before_epoch` or `after_epoch` instead"
             + more_link('middle-of-an-epoch'))
     if not step.is_planned: self.differences.more_batches(i)
     self.step,self.micro = step,None
@@ -345,8 +345,8 @@ def _cancelled_backward(self:StepLoop):
     self._leave_out()
     if before.changed():
         raise RuntimeError("a callback cancels the backward pass and runs its own, but not through "
-            "`learn.loss_grad`, the loss that has been multiplied by the micro-batch's share of the "
-            "step. In `after_cancel_backward`, call `self.learn.loss_grad.backward()`"
+            "`learn.loss_grad`, so its gradients would have the wrong weight in the step. In "
+            "`after_cancel_backward`, call `self.learn.loss_grad.backward()`"
             + more_link('own-backward-pass'))
 
 # %% ../../nbs/core/15_step_loop.ipynb #ends

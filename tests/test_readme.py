@@ -55,7 +55,7 @@ def test_the_install_commands_and_versions_are_those_of_the_project():
     python = re.search(r'^min_python *= *(\S+)', ini, re.M)[1]
     oldest = dict(re.findall(r'(torch|fastai)>=([\d.]+)', ini))
     for o in (readme, (root/'nbs/get_started.ipynb').read_text(encoding='utf-8')):
-        assert f'Needs Python ≥ {python}, fastai ≥ {oldest["fastai"]}, torch ≥ {oldest["torch"]}.' in o
+        assert f'requires Python ≥ {python}, fastai ≥ {oldest["fastai"]} and torch ≥ {oldest["torch"]}.' in o
 
 def test_the_command_that_checks_the_installation_prints_the_version(capsys):
     exec(re.search(r'^python -c "(.+)"', readme, re.M)[1], {})

@@ -335,7 +335,7 @@ def test_each_page_is_readable_on_wide_and_narrow_screens(tab, page):
     tab.set_viewport_size(dict(width=1440, height=900))
     tab.goto(url+page, wait_until='load')
     # the table fits on one screen
-    if page=='reference/cheat_sheet.html': assert tab.evaluate(bottom_of, 'section#words table')<=900
+    if page=='reference/cheat_sheet.html': assert tab.evaluate(bottom_of, 'section#terms table')<=900
     # the first screen shows the signature and most of the parameters
     if page.removesuffix('.html') in public_modules:
         assert tab.evaluate(bottom_of, 'article dl.py > dt')<500

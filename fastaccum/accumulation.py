@@ -40,9 +40,9 @@ class GradientAccumulation(QuietCallback):
 
     TypeError: an argument has the wrong type; during a fit, a batch cannot be split, its targets cannot
         be counted, or `n_items` does not return a number
-    ValueError: a number is below 1, or conflicting effective batch sizes are given; when a fit starts, the
-        Learner or its loader does not support accumulation, or, with `drop_last=True`, an epoch has no
-        complete step; during a fit, `n_items` returns a number that is negative or not finite
+    ValueError: a number is below 1, or conflicting effective batch sizes are given; when a fit starts,
+        the Learner or its loader does not support accumulation, or, with `drop_last=True`, an epoch has
+        no complete step; during a fit, `n_items` returns a number that is negative or not finite
     RuntimeError: the callback is switched off in the middle of an epoch, or, with several processes, one
         of them gets more samples than its loader reported
     torch.OutOfMemoryError: with `micro_batch_size='auto'`, a single sample or the optimizer state does

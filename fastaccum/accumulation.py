@@ -64,8 +64,8 @@ class GradientAccumulation(QuietCallback):
         # split. Default: 32 if neither `n_acc` nor `n_batches` is given
         accum_bs:int|None=None,
         log_accum_batch:bool=True, # Log each step (True), or each micro-batch like fastai (False)
-        # Maximum samples per training micro-batch, 'auto' (as many as fit in memory), or an `AutoSize`
-        # or a `TokenBudget`. None: do not split the loader's batches
+        # Maximum samples per training micro-batch, 'auto' (as many as fit in memory), an `AutoSize` or a
+        # `TokenBudget`. None: do not split the loader's batches
         micro_batch_size:int|str|MicroBatchLimit|None=None,
         # Drop an epoch's incomplete last step (True), keep it (False), or do what the training loader
         # does with its last batch (None)
@@ -306,8 +306,8 @@ def plan(self:GradientAccumulation,
 def current_step(self:GradientAccumulation)->CurrentStep|None:
     """The current step, for other callbacks to read; `None` before the first step of a fit
 
-    Its attributes include `mean.samples`, the number of samples so far, `full`, the number of samples in
-    a complete step, and `per_epoch`, the number of samples in an epoch.
+    Its attributes include `mean.samples`, the number of samples so far; `full`, the number of samples in
+    a complete step; and `per_epoch`, the number of samples in an epoch.
     """
     return self.loop and self.loop.current_step
 

@@ -41,7 +41,7 @@ def bs_find(self:Learner,
     Learner's loss, optimizer, precision and callbacks, and a learning rate of 0. Several processes
     search together: a size fits if it fits on all of them.
 
-    TypeError: a number is not a whole number, or `apply` or `show_plot` is neither `True` nor `False`
+    TypeError: a numeric argument is not a whole number, or `apply` or `show_plot` is not a bool
     ValueError: a number is below 1, `mode` is unknown, the training loader has no batch or no batch
         size, or processes were given different arguments
     RuntimeError: a callback ends the fit or skips steps, the gradients overflow, the search failed on

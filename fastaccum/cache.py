@@ -52,8 +52,8 @@ class GradientCache(PatchingCallback):
     checked = False
     @by_name('micro_batch_size')
     def __init__(self, *,
-        # Maximum samples that the model sees at once, 'auto' (as many as fit in memory), or an
-        # `AutoSize` or a `TokenBudget`
+        # Maximum samples that the model sees at once, 'auto' (as many as fit in memory), an `AutoSize`
+        # or a `TokenBudget`
         micro_batch_size:int|str|MicroBatchLimit,
         # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` samples in `inputs`;
         # unused with an `AutoSize` or a `TokenBudget`, which split batches themselves

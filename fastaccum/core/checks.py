@@ -1,4 +1,4 @@
-"""Reject settings that cannot work before any weights are updated, with errors that say what to do.
+"""Reject settings that cannot work, before any weights are updated, with errors that say what to do.
 
 Docs: https://fastaccum.github.io/fastaccum/core/checks.html.md"""
 

@@ -265,7 +265,7 @@ def _number_words(self:Plan, full):
 
 @patch(as_prop=True)
 def summary(self:Plan)->str:
-    "Describe the plan in one line: step size, micro-batches, number of steps, and samples left out"
+    "Describe the plan in one line: size and number of steps, micro-batches, and samples left out"
     first,last = self._size_range()
     micro_batches = self._micro_batch_words(first, last)
     asked_for = self.accum_bs_at(0)
@@ -307,7 +307,7 @@ def check(self:Plan,
     warns:bool=True, # Whether to give warnings; `False` on all processes but one
     size_name:str='accum_bs' # Name, for messages, of the argument that sets the effective batch size
 ):
-    """Raise an error if an epoch has no step, and warn about step sizes that are probably not intended
+    """Raise an error if an epoch has no step, and warn if the steps' sizes are probably not intended
 
     ValueError: with `drop_last=True`, an epoch has too few samples for a step
     UserWarning: an epoch has too few samples for a complete step, or loses a tenth of its samples

@@ -1,4 +1,4 @@
-"""Change the effective batch size during training, along an annealing curve or at given epochs or steps.
+"""Change the effective batch size during training, gradually or at given epochs or steps.
 
 Docs: https://fastaccum.github.io/fastaccum/schedule.html.md"""
 
@@ -160,8 +160,8 @@ class _Scheduled(GradientAccumulation):
 class GradientAccumulationSchedule(_Scheduled):
     """Change the effective batch size gradually during training
 
-    `log_accum_batch` and the arguments after it are those of `GradientAccumulation`, and so are the
-    errors raised during a fit.
+    The arguments from `log_accum_batch` on, and the errors raised during a fit, are those of
+    `GradientAccumulation`.
 
     TypeError: a size is not a whole number, `start` or `finish` is not a number, or `schedule` is
         neither an annealer nor a function of progress
@@ -172,9 +172,9 @@ class GradientAccumulationSchedule(_Scheduled):
     def __init__(self,
         start_accum_bs:int, # Samples per optimizer step before `start`
         final_accum_bs:int, # Samples per optimizer step after `finish`
-        start:int|float=0, # Where the change starts: epoch (int) or fraction of training (float)
-        finish:int|float=0.3, # Where the change ends: epoch (int) or fraction of training (float)
-        schedule:Callable=SchedCos, # Annealer, or function from progress (0 to 1) to number of samples
+        start:int|float=0, # Start of the change: epoch (int) or fraction of training
+        finish:int|float=0.3, # End of the change: epoch (int) or fraction of training
+        schedule:Callable=SchedCos, # Annealer, or function from progress (0 to 1) to samples
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`
         drop_last:bool|None=None, # As in `GradientAccumulation`
@@ -235,8 +235,8 @@ def before_fit(self:GradientAccumulationSchedule):
 class GradientAccumulationScheduler(_Scheduled):
     """Change the number of micro-batches per step at given epochs or steps
 
-    `log_accum_batch` and the arguments after it are those of `GradientAccumulation`, and so are the
-    errors raised during a fit.
+    The arguments from `log_accum_batch` on, and the errors raised during a fit, are those of
+    `GradientAccumulation`.
 
     TypeError: `scheduling` is not a dict, is empty, or has keys or values that are not `int`s
     IndexError: a key is negative

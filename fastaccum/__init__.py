@@ -1,50 +1,52 @@
-"""Exact gradient accumulation for fastai: train on micro-batches, get the result of the large batch.
+"""Exact gradient accumulation for fastai: train on micro-batches and get the result of a large batch.
 
-Often, memory has room only for a small batch. With `GradientAccumulation(256)`, the model sees the small
-batches of your DataLoaders (the micro-batches), and the optimizer takes a step every 256 samples.
-Weights, learning rates, recorded losses and metrics are those of a run whose DataLoaders have batches of
-256 samples (the full-batch run). If something makes the two runs differ, such as BatchNorm, a warning
-gives the remedy.
+Use it when the batch size that you want does not fit in memory. With `GradientAccumulation(256)`, the
+model trains on the small batches of your DataLoaders (the micro-batches), and the optimizer takes a step
+every 256 samples. Weights, learning rates, recorded losses and metrics match those of a run whose
+DataLoaders have `bs=256` (the full-batch run), up to rounding error. fastaccum warns you about the most
+common causes of a difference, such as BatchNorm, and suggests a fix.
 
 A complete example, with micro-batches of 16 samples and steps of 64:
 
     import torch
     from fastai.vision.all import *
-    from fastaccum import GradientAccumulation   # after fastai's star: it has a class of the same name
+    from fastaccum import GradientAccumulation   # import it last: fastai has a class of the same name
 
     x = torch.randn(512, 8)
     items = list(zip(x, x.sum(1, keepdim=True)))
     dls = DataLoaders(DataLoader(items, bs=16, shuffle=True), DataLoader(items, bs=64))
     learn = Learner(dls, nn.Linear(8, 1), MSELossFlat())
     learn.fit_one_cycle(5, 0.1, cbs=GradientAccumulation(64))
-    print(learn.accum_check(64))   # a table: is this the run on the large batch, and if not, why?
+    print(learn.accum_check(64))   # a table: does this match the full-batch run, and if not, why?
 
-Accumulate (callbacks for `cbs=`):
+Accumulate gradients (callbacks for `cbs=`):
     GradientAccumulation            take an optimizer step every `accum_bs` samples
-    GradientAccumulationSchedule    anneal the size of the steps while training
-    GradientAccumulationScheduler   change the number of micro-batches in a step at given epochs or steps
-    AutoSize                        split batches when memory runs out, with a split function of your own
-    TokenBudget                     split batches of texts into micro-batches of at most so many tokens
+    GradientAccumulationSchedule    change the effective batch size gradually during training
+    GradientAccumulationScheduler   change the number of micro-batches per step at given epochs or steps
 
-Other ways to the large batch (callbacks for `cbs=`):
-    GradientCache                   the model sees micro-batches, the loss sees the loader's whole batch
-    ActivationCheckpoint            the model sees the whole batch; activations are computed again
-    FreezeBN, RecalibrateBN         freeze BatchNorm's statistics, or estimate them on large batches
+Split batches into micro-batches (values for `micro_batch_size=`):
+    AutoSize                        split when memory runs out, with your own split function
+    TokenBudget                     split batches of texts by length, with a maximum number of tokens
+
+Train on large batches in other ways (callbacks for `cbs=`):
+    GradientCache                   run the model on micro-batches and the loss on the whole batch
+    ActivationCheckpoint            run the model on the whole batch, and recompute activations
+    FreezeBN, RecalibrateBN         freeze BatchNorm's statistics, or re-estimate them on large batches
 
 Choose batch sizes and learning rates (callbacks for `cbs=`):
-    NoiseScale                      measure while training how large a batch should be
-    ScaledLR                        scale the learning rate with the size of a step
+    NoiseScale                      measure during training how large a batch should be
+    ScaledLR                        scale the learning rate with the effective batch size
 
-Methods that every Learner gets with `import fastaccum`:
-    learn.accum_check               compare with the run on the large batch, and explain a difference
-    learn.bs_find                   find the largest micro-batch that fits into memory
-    learn.accum_find                suggest the number of samples in a step
-    learn.recalibrate_bn            estimate BatchNorm's statistics again, once
+Methods that `import fastaccum` adds to every Learner:
+    learn.accum_check               compare with the full-batch run, and explain any difference
+    learn.bs_find                   find the largest batch size that fits in memory
+    learn.accum_find                suggest an effective batch size
+    learn.recalibrate_bn            re-estimate BatchNorm's statistics once
 
-Warnings that the result differs, or may differ:
-    AccumulationWarning             the class of all these warnings, for `warnings.filterwarnings`
+Warnings that the result differs, or may differ, from the full-batch run:
+    AccumulationWarning             base class of these warnings, for `warnings.filterwarnings`
     BatchNormWarning, LoaderWarning, LossWarning, StateWarning      subclasses, one for each cause
-    ImportOrderWarning              a fit uses fastai's `GradientAccumulation` instead of this one
+    ImportOrderWarning              a fit uses fastai's `GradientAccumulation` instead of fastaccum's
 
 Documentation: https://fastaccum.github.io/fastaccum
 """

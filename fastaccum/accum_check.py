@@ -1,4 +1,4 @@
-"""Find out whether your run gives the gradient of the full batch, and if not, why.
+"""Check whether your run computes the same gradients as the full-batch run, and if not, find out why.
 
 Docs: https://fastaccum.github.io/fastaccum/accum_check.html.md"""
 
@@ -35,29 +35,30 @@ from .core.warnings import more_link
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    # Samples in the batch to run whole and in parts; default: those in a step of the fit, or in a batch
-    # of the loader if no callback accumulates
+    # Samples in the batch to run whole and in parts. Default: the samples in a step of the fit or, if no
+    # callback accumulates, in a batch of the loader
     accum_bs:int|None=None,
-    # Steps to train on whole batches, and as many on parts of them, to compare the weights; 0: compare
-    # only gradients
+    # Also compare weights after training for this many steps, both on whole batches and on parts of
+    # them; 0: compare only gradients
     steps:int=0,
     cbs:Callback|list|None=None # Callbacks that you would pass to `fit`
-)->'AccumCheck': # Displays itself as a table
+)->'AccumCheck': # Displayed as a table
     """Run a batch whole and in micro-batches, compare the gradients, and find out why they differ
 
     Without `accum_bs`, the check runs the samples of a fit's first step twice: as one batch, and in the
-    micro-batches of that step. If the samples do not fit in memory at once, the check compares a
-    single micro-batch with its parts, and the title of the table says so. If a step is one batch of the
-    loader, or no callback accumulates, the check compares that batch with parts of unequal sizes.
-    Weights, optimizer and random state are the same after the check as before.
+    micro-batches of that step. If these samples do not fit in memory at once, it compares a single
+    micro-batch with its parts, and the table's title says so. If a step is one batch of the loader, or
+    no callback accumulates, it compares that batch with parts of unequal sizes. Afterwards, the weights,
+    the optimizer and the random state are restored.
 
     TypeError: `accum_bs` or `steps` is not a whole number
     ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no batch of this
-        size, two callbacks accumulate, fastai's own callback accumulates, or a fit would refuse the
+        size, two callbacks accumulate, fastai's own callback accumulates, or a fit would reject the
         callbacks
-    RuntimeError: there are several processes, or no step could be made, because a callback ends the fit
-        or skips steps, or the gradients overflow
-    torch.OutOfMemoryError: the batch does not fit and you gave its size, or not even a micro-batch fits
+    RuntimeError: there are several processes, or no step could be taken because a callback ends the fit
+        or skips steps, or because the gradients overflow
+    torch.OutOfMemoryError: a batch of the `accum_bs` samples that you asked for, or even a single
+        micro-batch, does not fit in memory
     """
     _check_args(self, accum_bs, steps)
     with self.added_cbs(cbs):
@@ -86,7 +87,7 @@ def accum_check(self:Learner,
 
 # %% ../nbs/02_accum_check.ipynb #args
 def _check_args(learn, accum_bs, steps):
-    "Refuse wrong arguments of `accum_check`, and a check on several processes"
+    "Reject invalid arguments of `accum_check`, and reject a check on several processes"
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
         raise ValueError("`accum_bs=1` is a single sample, which cannot be split: pass at least 2"
             + more_link('samples-to-check'))
@@ -106,7 +107,7 @@ def _check_cbs(learn, acc, cache):
 
 # %% ../nbs/02_accum_check.ipynb #setup
 class _Setup:
-    "Describes how the callbacks and the loader of a Learner divide a step into parts"
+    "How the callbacks and the loader of a Learner divide a step into parts"
     def __init__(self, learn):
         # fastaccum's callbacks on the Learner; `None` for a class of which the Learner has no callback
         self.acc = acc = our_callback(learn, 'GradientAccumulation')
@@ -135,9 +136,9 @@ class _Setup:
 # %% ../nbs/02_accum_check.ipynb #setup-sizes
 @patch
 def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
-    """Return three numbers of samples: in a step, in a micro-batch, and in a batch that fits in memory
+    """Return the number of samples in a step, in a micro-batch, and in a batch that fits in memory
 
-    The last two numbers are `None` if a step is not divided.
+    The last two are `None` if a step is not divided.
     """
     bs = size_of(dl) if resizable(dl) else None
     cache_size = self.cache.size if self.cache else None
@@ -155,7 +156,7 @@ def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
 
 @patch
 def make_cbs(self:_Setup, n:int, sizes:list)->list:
-    "Return callbacks that make one step of `n` samples, with parts of `sizes`"
+    "Return callbacks that run one step of `n` samples in parts of the given `sizes`"
     acc,cache = self.acc,self.cache
     cbs = []
     largest = max(sizes)
@@ -173,7 +174,7 @@ class AccumCheck:
     "The result of `accum_check`, displayed as a table; true if micro-batches change nothing"
     rows:list[Row] # Rows of the table, one for each possible cause of a difference
     sizes:list[int] # Samples in each micro-batch
-    layers:dict # Name of a parameter -> the relative difference of its gradients
+    layers:dict # Parameter name -> relative difference of its gradient
     # As `layers`, but with the modules at fault put in evaluation mode and the callbacks at fault left
     # out; empty if nothing was found at fault
     remaining:dict
@@ -181,11 +182,11 @@ class AccumCheck:
 
     @property
     def ok(self)->bool:
-        "Whether the gradients were compared, and every row that was checked is exact"
+        "Whether the gradients were compared and all rows that were checked are exact"
         return self.off['gradients'] is not None and all(o.ok for o in self.rows if o.off is not None)
     @property
     def off(self)->dict:
-        "The relative difference in each row, by the row's name; `None` for a row that was not checked"
+        "The relative difference in each row, by row name; `None` for rows that were not checked"
         return {o.what:o.off for o in self.rows}
 
     def __bool__(self): return self.ok
@@ -207,7 +208,7 @@ def _title(self:AccumCheck):
 
 @patch
 def _cells(self:AccumCheck):
-    "Return the texts of the table's cells, row by row"
+    "Return the text of the table's cells, row by row"
     rows = [(o.what,o.state,o.where,o.remedy) for o in self.rows]
     return [('what','result','where','remedy'),*rows]
 
@@ -225,7 +226,7 @@ def _repr_markdown_(self:AccumCheck):
 
 # %% ../nbs/02_accum_check.ipynb #find
 class _Diagnosis:
-    "Compares the gradients of a whole batch and of its parts, and finds out why they differ"
+    "Compares the gradients of a whole batch with those of its parts, and finds out why they differ"
     def __init__(self, compare, setup, no_cbs):
         self.compare,self.setup = compare,setup
         self.model = compare.run.learn.model
@@ -290,7 +291,7 @@ def _rows_without(self:_Diagnosis, cb):
 # %% ../nbs/02_accum_check.ipynb #find-causes
 @patch
 def _find_causes(self:_Diagnosis):
-    "Freeze modules and leave out callbacks until the gradients agree; note the causes and differences"
+    "Freeze modules and leave out callbacks until the gradients agree; record causes and differences"
     probe,compare = self.probe,self.compare
     self.layers = grad_differences(self.whole.grads, self.parts.grads)
     self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
@@ -319,7 +320,7 @@ def _find_causes(self:_Diagnosis):
 
 @patch
 def _difference_without(self:_Diagnosis, freeze, reset, cbs=()):
-    "Set `remaining` by comparing gradients with modules frozen and without `cbs`; return the maximum"
+    "Compare gradients with modules frozen and without `cbs`; set `remaining` and return its maximum"
     self.remaining = self.compare.differences(freeze=freeze, reset=reset, without=cbs)
     return max(self.remaining.values(), default=0.)
 
@@ -452,7 +453,7 @@ def _buffers_row(self:_Diagnosis):
 
 @patch
 def _weights_row(self:_Diagnosis):
-    "Train whole and in micro-batches, and return the table's row for the weights"
+    "Train on whole batches and on micro-batches, and return the table's row for the weights"
     row = Row('weights', None, 100*self.tol, self.compare.why)
     if row.where: return row
     off,n_whole,n_parts = self.compare.train_both_ways()
@@ -474,7 +475,7 @@ def _rows(self:_Diagnosis, steps):
 # %% ../nbs/02_accum_check.ipynb #plot
 @patch
 def plot(self:AccumCheck)->Axes: # The matplotlib axes
-    "Plot the difference of the gradients for each parameter, in the order of the model"
+    "Plot the difference of each parameter's gradient, in the order of the model's parameters"
     tol = next(o.tol for o in self.rows if o.what=='gradients')
     _,ax = plt.subplots(figsize=(7, 1+0.16*max(4, len(self.layers))))
     runs = [('as it trains',self.layers,'tab:red')]

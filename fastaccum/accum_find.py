@@ -1,4 +1,4 @@
-"""Measure the noise of the gradients, and get a suggestion for the effective batch size.
+"""Measure the noise of the gradients, and suggest an effective batch size.
 
 Docs: https://fastaccum.github.io/fastaccum/accum_find.html.md"""
 
@@ -29,15 +29,15 @@ from .core.loader_info import samples_of, sizes_of
 # %% ../nbs/09_accum_find.ipynb #accum-find
 @patch
 def accum_find(self:Learner,
-    # Samples in a measured step. Default: the size of a fit's first step, but at least 4 micro-batches.
-    # If no callback accumulates, the default is 8 micro-batches
+    # Samples in a measured step. Default: those in the first step of a fit, but at least 4
+    # micro-batches; 8 micro-batches if no callback accumulates
     accum_bs:int|None=None,
-    steps:int=20, # Steps to measure
-    lr:float|slice|None=None, # Learning rate of the measured steps; defaults to `learn.lr`
-    cbs:Callback|list|None=None, # More callbacks for the measured steps, as in `fit`
+    steps:int=20, # Number of steps to measure
+    lr:float|slice|None=None, # Learning rate of the measured steps. Default: `learn.lr`
+    cbs:Callback|list|None=None, # Additional callbacks for the measured steps, as in `fit`
     show_plot:bool=True # Whether to plot the noise scale over the measured steps
-)->'FoundAccum': # `int(…)` gives the suggested samples per step, a multiple of the micro-batch
-    """Measure the gradient's noise in some steps, restore the Learner, and suggest the size of a step
+)->'FoundAccum': # `int(…)` gives the suggested samples per step, a multiple of the micro-batch size
+    """Measure gradient noise over some steps, suggest an effective batch size, and restore the Learner
 
     A noise scale of `B` samples means that the noise in the mean gradient of `B` samples is as large as
     the gradient ([McCandlish et al., 2018](https://arxiv.org/abs/1812.06162)). The suggested step has
@@ -71,7 +71,7 @@ def accum_find(self:Learner,
 
 # %% ../nbs/09_accum_find.ipynb #measured-size
 def _check_lr(lr):
-    "Refuse a learning rate that is not finite"
+    "Reject a learning rate that is not finite"
     if isinstance(lr, slice): rates = [lr.start,lr.stop]
     elif isinstance(lr, (list,tuple,L)): rates = lr
     else: rates = [lr]
@@ -81,7 +81,7 @@ def _check_lr(lr):
         + more_link('learning-rate'))
 
 def _measured_size(acc, accum_bs, dls, sizes):
-    "Return the samples in a measured step, in whole micro-batches; refuse more than an epoch"
+    "Return the samples in a measured step, in whole micro-batches; reject more than an epoch"
     micro_bs = sizes.micro_bs
     if accum_bs is not None and accum_bs>sizes.n:
         raise ValueError(f"`accum_bs={accum_bs}` is more than the {sizes.n} samples that the training "
@@ -121,7 +121,7 @@ def _measure(learn, acc, size, bs, n_steps, lr):
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:
-    """The result of `accum_find`: `int(…)` is the suggested `accum_bs`; displays itself as text
+    """The result of `accum_find`: `int(…)` is the suggested `accum_bs`; displayed as text
 
     `accum_bs` is a number of samples, in whole micro-batches and at most an epoch. `scale` is the noise
     scale in samples, `readings` has a `Reading` for each measured step, and `scales` has the noise scale
@@ -158,9 +158,9 @@ class FoundAccum:
 # %% ../nbs/09_accum_find.ipynb #plot
 @patch
 def plot(self:FoundAccum,
-    ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones
-)->plt.Axes: # The axes that hold the plot
-    "Plot the noise scale over the measured steps, and the suggested size"
+    ax:plt.Axes|None=None # Matplotlib axes to draw on; default: new axes
+)->plt.Axes: # The axes with the plot
+    "Plot the noise scale over the measured steps, together with the suggested size"
     if ax is None: ax = plt.subplots(figsize=(6,3.5))[1]
     ax.plot(range(1, len(self.scales)+1), self.scales, 'o-', label='noise scale')
     ax.axhline(self.accum_bs, color='black', linestyle=':', label=f'accum_bs={self.accum_bs}')

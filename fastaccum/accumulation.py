@@ -1,4 +1,4 @@
-"""Get the result of a large batch, in the memory of a small one.
+"""Get the result of a large batch with the memory of a small one.
 
 Docs: https://fastaccum.github.io/fastaccum/accumulation.html.md"""
 
@@ -35,47 +35,47 @@ from .core.warnings import more_link
 class GradientAccumulation(QuietCallback):
     """Accumulate gradients and take one optimizer step every `accum_bs` samples
 
-    Pass it to a fit with `cbs=`. The result is that of a fit whose DataLoaders have `bs=accum_bs`, up to
-    rounding; the fit warns of the most common causes of a difference (see Caveats).
+    Pass it to a fit with `cbs=`. The result matches that of a fit whose DataLoaders have `bs=accum_bs`,
+    up to rounding error. The fit warns you about the most common causes of a difference (see Caveats).
 
-    TypeError: an argument has the wrong type; in a fit, a batch cannot be split, its targets cannot be
-        counted, or `n_items` does not return a number
-    ValueError: a number is below 1, or two different sizes of a step are given; when a fit begins, this
-        Learner or its loader cannot accumulate, or with `drop_last=True` an epoch has no full step; in a
-        fit, `n_items` returns a number that is negative or not finite
-    RuntimeError: the callback is switched off in the middle of an epoch, or one of several processes
-        gets more samples than its loader reported
-    torch.OutOfMemoryError: with `micro_batch_size='auto'`, one sample or the optimizer's state does not
-        fit in memory
-    AccumulationWarning: in a fit, when the run differs or may differ from the full-batch run; once per
-        fit for each cause
+    TypeError: an argument has the wrong type; during a fit, a batch cannot be split, its targets cannot
+        be counted, or `n_items` does not return a number
+    ValueError: a number is below 1, or conflicting effective batch sizes are given; when a fit starts,
+        the Learner or its loader does not support accumulation, or, with `drop_last=True`, an epoch has
+        no complete step; during a fit, `n_items` returns a number that is negative or not finite
+    RuntimeError: the callback is switched off in the middle of an epoch, or, with several processes, one
+        of them gets more samples than its loader reported
+    torch.OutOfMemoryError: with `micro_batch_size='auto'`, a single sample or the optimizer state does
+        not fit in memory
+    AccumulationWarning: during a fit, the run differs or may differ from the full-batch run; given once
+        per fit for each cause
     """
-    # 12, after `DistributedTrainer`, which has 11 as `GradientClip` does. It replaces the loader by a
-    # `DistributedDL`, and the steps are made from the batches of that loader.
+    # 12: after `DistributedTrainer`, which has 11, like `GradientClip`. It replaces the loader with a
+    # `DistributedDL`, from whose batches the steps are made.
     order = GradientClip.order+1
     run_valid = False
-    loop = None         # the `StepLoop`, which holds the state of the running or the last fit
+    loop = None         # the `StepLoop`, which holds the state of the current or last fit
     current_bs = None   # samples in a complete step, set by a schedule; `None` without a schedule
     @suggest_arguments(accumulate_grad_batches='n_batches', gradient_accumulation_steps='n_batches',
         accumulation_steps='n_batches', accum_steps='n_batches', accum_batches='n_batches',
         steps='n_batches', batch_size='accum_bs', bs='accum_bs')
     def __init__(self,
-        # Samples per step over all processes, rounded up to whole batches unless batches are split; 32
-        # if no size is given
+        # Samples per optimizer step over all processes, rounded up to whole batches unless batches are
+        # split. Default: 32 if neither `n_acc` nor `n_batches` is given
         accum_bs:int|None=None,
-        log_accum_batch:bool=True, # Log each step (True), or each micro-batch as fastai does (False)
-        # Maximum samples per training micro-batch; 'auto': as many as fit in memory; or an `AutoSize` or
-        # a `TokenBudget`. None: the loader's batches are not split
+        log_accum_batch:bool=True, # Log each step (True), or each micro-batch like fastai (False)
+        # Maximum samples per training micro-batch, 'auto' (as many as fit in memory), an `AutoSize` or a
+        # `TokenBudget`. None: do not split the loader's batches
         micro_batch_size:int|str|MicroBatchLimit|None=None,
-        # Drop the incomplete last step of an epoch (True), keep it (False), or do as the training loader
+        # Drop an epoch's incomplete last step (True), keep it (False), or do what the training loader
         # does with its last batch (None)
         drop_last:bool|None=None,
-        # `n_items(learn)` returns how many items the loss of a micro-batch is a mean over. None: samples
-        # or, if the loss function has an `ignore_index`, the targets that are not ignored
+        # `n_items(learn)` returns the number of items that a micro-batch's loss is averaged over. None:
+        # samples or, if the loss function has an `ignore_index`, targets that are not ignored
         n_items:Callable|None=None,
-        *, n_acc:int|None=None, # fastai's name for `accum_bs`: a number of samples, not of batches
+        *, n_acc:int|None=None, # fastai's name for `accum_bs`; counts samples, not batches
         n_batches:int|None=None, # Micro-batches per step on each process; pass this or `accum_bs`
-        verbose:bool=True # Print a line that describes the steps, above the table of a fit
+        verbose:bool=True # Print a one-line summary of the steps above the table of a fit
     ):
         self._size_name,size = self._given_size(accum_bs, n_acc, n_batches)
         self.n_batches = size if self._size_name=='n_batches' else None
@@ -102,10 +102,10 @@ class GradientAccumulation(QuietCallback):
 
     @property
     def accum_bs(self)->int:
-        """Samples per optimizer step; a value that is set during a fit takes effect in the next epoch
+        """Samples per optimizer step; a new value takes effect in the next epoch
 
-        With `n_batches`, `accum_bs` is `None` until the callback is on a Learner, because the number of
-        samples in a batch is known only from the Learner's loader.
+        With `n_batches`, this is `None` until the callback is added to a Learner, because the batch size
+        is known only from the Learner's loader.
 
         TypeError: the new value is not a whole number
         ValueError: the new value is below 1
@@ -122,9 +122,9 @@ class GradientAccumulation(QuietCallback):
 
     @property
     def micro_batch_size(self)->int|None:
-        """Samples in a micro-batch; `None` if not fixed. A new value takes effect in the next epoch
+        """Samples per micro-batch, or `None` if not fixed; a new value takes effect in the next epoch
 
-        TypeError: the new value is neither 'auto', nor an `AutoSize` or `TokenBudget`, nor a number
+        TypeError: the new value is not 'auto', an `AutoSize`, a `TokenBudget` or a whole number
         ValueError: the new value is below 1
         """
         return None if self.limit is None else self.limit.fixed_size
@@ -134,9 +134,9 @@ class GradientAccumulation(QuietCallback):
 # %% ../nbs/00_accumulation.ipynb #arguments
 @patch
 def _given_size(self:GradientAccumulation, accum_bs, n_acc, n_batches):
-    """Return the name and the value of the argument that gives the size of a step
+    """Return the name and the value of the argument that sets the effective batch size
 
-    ValueError: more than one argument gives it
+    ValueError: conflicting effective batch sizes are given
     """
     units = dict(accum_bs='sample', n_acc='sample', n_batches='micro-batch')
     values = dict(accum_bs=accum_bs, n_acc=n_acc, n_batches=n_batches)
@@ -151,7 +151,7 @@ def _given_size(self:GradientAccumulation, accum_bs, n_acc, n_batches):
 
 @patch
 def _check_log_accum_batch(self:GradientAccumulation, o):
-    "Refuse a micro-batch size that was given as the second argument, which is `log_accum_batch`"
+    "Reject a micro-batch size passed as the second argument, which is `log_accum_batch`"
     is_number = isinstance(o, int) and not isinstance(o, bool)
     is_size = o=='auto' or is_number and o>1
     if is_size:
@@ -163,14 +163,14 @@ def _check_log_accum_batch(self:GradientAccumulation, o):
 # %% ../nbs/00_accumulation.ipynb #size-words
 @patch
 def _size_words(self:GradientAccumulation):
-    "Describe the size of a step, as far as it is known without a loader"
+    "Describe the effective batch size, as far as it is known without a loader"
     if self.n_batches: size = count_of(self.n_batches, 'micro-batch')
     else: size = count_of(self._accum_bs, 'sample')
     return f'{size} per step{self._split_words()}'
 
 @patch
 def _split_words(self:GradientAccumulation):
-    "Describe how batches are split; an empty string if they are not"
+    "Describe how batches are split; return an empty string if they are not"
     if self.limit is None: return ''
     if self.micro_batch_size: return f' (micro-batches of at most {self.micro_batch_size})'
     return f', {self.limit.words}'
@@ -178,7 +178,7 @@ def _split_words(self:GradientAccumulation):
 # %% ../nbs/00_accumulation.ipynb #events
 @patch
 def before_fit(self:GradientAccumulation):
-    "Check the Learner and plan its steps, before any weight changes"
+    "Check the Learner and plan its steps before any weights are updated"
     learn = self.learn
     if self.validates: return
     check_learner(learn)
@@ -197,7 +197,7 @@ def before_fit(self:GradientAccumulation):
 
 @patch
 def before_train(self:GradientAccumulation):
-    "Plan the epoch, and replace `learn.dl` by a loader whose batches are steps"
+    "Plan the epoch, and replace `learn.dl` with a loader whose batches are steps"
     learn = self.learn
     # a callback that is added in the middle of a fit gets no `before_fit` from the Learner
     was_added_in_fit = self.loop is None or self.loop.learn is not learn
@@ -214,7 +214,7 @@ def before_train(self:GradientAccumulation):
 # %% ../nbs/00_accumulation.ipynb #announce
 @patch
 def _announce(self:GradientAccumulation):
-    "Print the plan in one line, above the table of a fit; print it again if it changes during the fit"
+    "Print the plan in one line above the table of a fit, and again if it changes during the fit"
     learn,loop = self.learn,self.loop
     has_table = learn.logger is not noop and learn.create_mbar and any(
         isinstance(o, ProgressCallback) and o.run for o in learn.cbs)
@@ -236,7 +236,8 @@ def after_fit(self:GradientAccumulation):
 def before_backward(self:GradientAccumulation):
     """Multiply the loss by the micro-batch's share of its step
 
-    Callbacks have added their penalties to the loss already, and mixed precision scales the loss later.
+    At this point, callbacks have added their penalties to the loss, and mixed precision has not yet
+    scaled it.
 
     RuntimeError: the batch does not come from the loader of steps
     """
@@ -250,16 +251,16 @@ def before_backward(self:GradientAccumulation):
 
 @patch
 def after_backward(self:GradientAccumulation):
-    "Count the micro-batch that was back-propagated"
+    "Count the micro-batch that has just been back-propagated"
     self.loop.count_micro_batch()
 
 # %% ../nbs/00_accumulation.ipynb #events-validate
 @patch
 def before_validate(self:GradientAccumulation):
-    """If validation batches do not fit in memory, let `micro_batch_size='auto'` split them
+    """Let `micro_batch_size='auto'` split validation batches that do not fit in memory
 
-    Any other size splits only training batches. If memory then runs out in validation, the error says
-    what helps.
+    Other values split only training batches. If memory then runs out during validation, the error
+    message says what to do.
     """
     if self.validates or self.limit is None: return
     loop = self.loop or StepLoop(self, self.learn)
@@ -268,28 +269,30 @@ def before_validate(self:GradientAccumulation):
 
 @patch
 def before_update(self:GradientAccumulation, step:Step):
-    "Called when the gradients of a step are complete; schedules override it to record its size"
+    "Called when the gradients of a step are complete; schedules override it to record the step's size"
 
 # %% ../nbs/00_accumulation.ipynb #plan
 @patch
 def wanted_sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int)->int|Callable:
     """Return how many samples a step should have: a number, or a function from a `Position` to a number
 
-    `micro_bs` is the number of samples in a micro-batch, over all processes, and `n_epoch` is the
-    number of epochs.
+    `micro_bs` is the number of samples in a micro-batch over all processes, and `n_epoch` is the number
+    of epochs.
     """
     return self.n_batches*micro_bs if self.n_batches else self.accum_bs
 
 @patch
 def plan(self:GradientAccumulation,
-    dls:DataLoaders|Learner, # The data to train on, a Learner that has it, or a training loader
-    n_epoch:int=1 # Epochs
-# A Plan: `sizes[i]` lists the samples in each step of epoch `i`; `steps[i]` is the number of these steps
+    # Training data: DataLoaders, a Learner with DataLoaders, or a training loader
+    dls:DataLoaders|Learner,
+    n_epoch:int=1 # Number of epochs
+# A Plan: `sizes[i]` lists the samples in each step of epoch `i`, and `steps[i]` is the number of steps
 )->Plan:
     """Return the steps that a fit in this process alone would take, without training
 
     TypeError: `dls` is not a Learner, DataLoaders or a loader
-    ValueError: the loader does not report its batch size, or has smaller batches than `micro_batch_size`
+    ValueError: the loader does not report its batch size, or its batches are smaller than
+        `micro_batch_size`
     """
     if isinstance(dls, Learner): dls = dls.dls
     dl = dls.train if isinstance(dls, DataLoaders) else dls
@@ -300,17 +303,17 @@ def plan(self:GradientAccumulation,
 
 @patch(as_prop=True)
 def current_step(self:GradientAccumulation)->CurrentStep|None:
-    """The running step, for other callbacks to read; `None` before the first step of a fit
+    """The current step, for other callbacks to read; `None` before the first step of a fit
 
-    Among its attributes are `mean.samples`, the number of samples so far, `full`, the samples of a
-    complete step, and `per_epoch`, the samples in an epoch.
+    Its attributes include `mean.samples`, the number of samples so far; `full`, the number of samples in
+    a complete step; and `per_epoch`, the number of samples in an epoch.
     """
     return self.loop and self.loop.current_step
 
 # %% ../nbs/00_accumulation.ipynb #plan-processes
 @patch
 def _comms(self:GradientAccumulation):
-    "List what the processes exchange with every micro-batch, in words"
+    "Describe what the processes exchange in every micro-batch, as a list of texts"
     return per_micro_batch_comms(self.learn.model, self.loop.log_steps, self.loop.train_metrics)
 
 @patch
@@ -336,7 +339,7 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
 
 @patch
 def _plan_fit(self:GradientAccumulation, dl):
-    "Return the plan of the fit; if nothing has changed, the last plan, which has cached its epochs"
+    "Return the plan of the fit; if nothing has changed, reuse the last plan and its cached epochs"
     loop,n_epoch = self.loop,self.learn.n_epoch
     n_finds = None if loop.finder is None else loop.finder.num_it
     plan = self._plan(dl, n_epoch, Processes(self.learn.model), self._comms(), n_finds)

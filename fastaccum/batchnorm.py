@@ -1,4 +1,4 @@
-"""Estimate BatchNorm's running statistics again with batches of the full size, or freeze them.
+"""Re-estimate BatchNorm's running statistics on batches of the full size, or freeze them.
 
 Docs: https://fastaccum.github.io/fastaccum/batchnorm.html.md"""
 
@@ -31,17 +31,17 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    # Samples in a batch. Default: `accum_bs` of the `GradientAccumulation` on the Learner, or 64
-    # without a callback; or the loader's batch size if that is larger
+    # Batch size. Default: the `accum_bs` of the Learner's `GradientAccumulation` (64 without one), or
+    # the loader's batch size if that is larger
     bs:int|None=None,
-    n:int|None=None # Maximum samples to read; default: 10,000. The first batch is always read
+    n:int|None=None # Maximum samples to read. Default: 10,000. The first batch is always read
 ):
-    """Estimate BatchNorm's running statistics again, as a mean over training batches of `bs` samples
+    """Re-estimate BatchNorm's running statistics as their mean over training batches of `bs` samples
 
     TypeError: an argument is not a whole number
     ValueError: a number is below 1, no BatchNorm layer learns statistics, the training loader has no
         batch or cannot change its batch size, or the model is sharded over several processes
-    RuntimeError: there are several processes, and the model has SyncBatchNorm
+    RuntimeError: there are several processes, and the model has SyncBatchNorm layers
     torch.OutOfMemoryError: a batch does not fit in memory
     """
     recalibration = _Recalibration(self, bs, n)
@@ -55,10 +55,10 @@ class RecalibrateBN(QuietCallback):
     """Run `recalibrate_bn` before each validation, so that metrics and saved models use its statistics
 
     TypeError: an argument is not a whole number
-    ValueError: a number is below 1, or, when the fit begins, the training loader cannot change its batch
-        size, or the model is sharded over several processes
-    RuntimeError: when the fit begins, if there are several processes, and the model has SyncBatchNorm
-    UserWarning: when the fit begins, if no BatchNorm layer learns statistics
+    ValueError: a number is below 1, or, when a fit starts, the training loader cannot change its batch
+        size or the model is sharded over several processes
+    RuntimeError: when a fit starts, there are several processes and the model has SyncBatchNorm layers
+    UserWarning: when a fit starts, no BatchNorm layer learns statistics
     """
     # directly after `TrainEvalCallback`, and so before callbacks that save the model: they then save the
     # new statistics
@@ -67,8 +67,8 @@ class RecalibrateBN(QuietCallback):
     # fastai would name the callback `recalibrate_bn`, and so hide the Learner's method of that name
     name = 'recalibrate_bn_callback'
     def __init__(self,
-        bs:int|None=None, # Samples in a batch, as in `recalibrate_bn`
-        n:int|None=None # The most samples to read, as in `recalibrate_bn`
+        bs:int|None=None, # Batch size, as in `recalibrate_bn`
+        n:int|None=None # Maximum samples to read, as in `recalibrate_bn`
     ):
         self.bs = None if bs is None else check_count('bs', bs)
         self.n = None if n is None else check_count('n', n)
@@ -95,17 +95,18 @@ def bn_layers(model:nn.Module)->list:
 
 # %% ../nbs/05_batchnorm.ipynb #freeze
 class FreezeBN(PatchingCallback):
-    """Freeze BatchNorm's running statistics, and normalize with them during training
+    """Freeze BatchNorm's running statistics and use them to normalize during training
 
-    TypeError: `part` is not a function, or, when the fit begins, `part` does not return modules
-    UserWarning: when the fit begins, if a BatchNorm layer has seen no data, or if no BatchNorm layer has
-        running statistics
+    TypeError: `part` is not a function, or, when a fit starts, `part` does not return modules
+    UserWarning: when a fit starts, a BatchNorm layer has seen no data, or no BatchNorm layer has running
+        statistics
     """
     # after `TrainEvalCallback`, which puts all layers in training mode
     order = TrainEvalCallback.order+1
     run_valid = False
     def __init__(self,
-        part:Callable|None=None # `f(model)` returns the module(s) to freeze BatchNorm in; default: all
+        # `f(model)` returns the module or modules in which to freeze BatchNorm. Default: all
+        part:Callable|None=None
     ):
         if isinstance(part, nn.Module):
             raise TypeError("`part` must be a function that returns the part whose BatchNorm to freeze, "
@@ -160,16 +161,16 @@ def undo_patches(self:FreezeBN):
 
 # %% ../nbs/05_batchnorm.ipynb #plan
 def _inner(dl):
-    "Return the loader that fastai's `DistributedDL` wraps, or `dl` itself if it is another loader"
+    "Return the loader wrapped by fastai's `DistributedDL`, or `dl` itself if it is another loader"
     return getattr(dl, 'dl', dl)
 
 def _trains(m):
-    "Whether a BatchNorm layer is not frozen: a parameter needs gradients, or there are no parameters"
+    "Whether a BatchNorm layer is not frozen: a parameter needs gradients, or it has no parameters"
     params = list(m.parameters())   # empty for a layer with `affine=False`
     return not params or any(p.requires_grad for p in params)
 
 def _batch_size(learn, bs):
-    """Return the samples in a batch to read; `None` if the loader's batch size cannot be changed
+    """Return the batch size to read with; `None` if the loader's batch size cannot be changed
 
     ValueError: `bs` was given, and the loader's batch size cannot be changed
     """
@@ -185,7 +186,7 @@ def _batch_size(learn, bs):
 
 # %% ../nbs/05_batchnorm.ipynb #recalibration
 class _Recalibration:
-    "A pass over training batches that estimates the statistics of a Learner's BatchNorm layers"
+    "A pass over training batches that re-estimates the statistics of a Learner's BatchNorm layers"
     def __init__(self, learn, bs, n):
         if bs is not None: check_count('bs', bs)
         self.learn = learn
@@ -201,13 +202,13 @@ class _Recalibration:
 
     @property
     def reason(self):
-        "The reason why there is no layer to estimate, in words"
+        "Why there is no layer to re-estimate, in words"
         if bn_layers(self.model):
             return "all BatchNorm layers are frozen"
         return f"this model ({type(self.model).__name__}) has no BatchNorm layer with running statistics"
 
     def _refuse_sync(self):
-        """Refuse a model whose forward pass exchanges data between processes
+        """Reject a model whose forward pass exchanges data between processes
 
         ValueError: the model is sharded
         RuntimeError: a layer is a SyncBatchNorm
@@ -221,9 +222,9 @@ class _Recalibration:
 
 # %% ../nbs/05_batchnorm.ipynb #pass
 def _first_batches(dl, bs, n):
-    """Yield the first batches of a loader: at least one, and no more than `n` samples in all
+    """Yield the first batches of a loader: at least one, and no more than `n` samples in total
 
-    Later batches of fewer than `bs` samples are skipped.
+    After the first batch, batches of fewer than `bs` samples are skipped.
 
     ValueError: the loader has no batch
     """
@@ -254,7 +255,7 @@ def _batches(self:_Recalibration):
 
 @patch
 def _train_mode_pass(self:_Recalibration):
-    "Replace the statistics of the layers by their mean over the batches of all processes"
+    "Replace the statistics of the layers with their mean over the batches of all processes"
     learn,model = self.learn,self.model
     batches = self._batches()
     model.eval()
@@ -279,7 +280,7 @@ def _average(layers, group):
 # %% ../nbs/05_batchnorm.ipynb #restore
 @patch
 def estimate(self:_Recalibration):
-    """Estimate the statistics, and restore all other state; on an error, restore the statistics as well
+    """Re-estimate the statistics and restore all other state; after an error, restore the statistics too
 
     torch.OutOfMemoryError: a batch does not fit in memory
     """

@@ -30,19 +30,19 @@ from .core.distributed import check_not_sharded, check_same, gather, world_size
 def bs_find(self:Learner,
     # 'power': double the size while it fits; 'binsearch': then also search between the last two sizes
     mode:str='power',
-    steps_per_trial:int=3, # Optimizer steps with each size; 1 means 2, because the first is not timed
-    init_val:int=2, # Samples in the batch that is tried first
-    max_trials:int=25, # Try at most this many sizes
-    apply:bool=False, # Whether to set the batch size of the DataLoaders to the size that was found
-    show_plot:bool=True # Whether to plot peak memory and speed against the batch size
-)->'FoundSize': # `int(…)` converts it to the largest size, in samples on each process
+    steps_per_trial:int=3, # Optimizer steps per size; 1 means 2, because the first step is not timed
+    init_val:int=2, # Batch size to try first
+    max_trials:int=25, # Maximum number of sizes to try
+    apply:bool=False, # Whether to set the DataLoaders' batch size to the size found
+    show_plot:bool=True # Whether to plot peak memory and speed against batch size
+)->'FoundSize': # `int(…)` converts it to the largest size, in samples per process
     """Find the largest batch size that trains within memory, and leave the Learner unchanged
 
-    A trial takes real training steps on the first batch of its size that the loader makes, with the
+    Each trial runs real training steps on the first batch of its size from the loader, with the
     Learner's loss, optimizer, precision and callbacks, and a learning rate of 0. Several processes
     search together: a size fits if it fits on all of them.
 
-    TypeError: a number is not a whole number, or `apply` or `show_plot` is neither `True` nor `False`
+    TypeError: a numeric argument is not a whole number, or `apply` or `show_plot` is not a bool
     ValueError: a number is below 1, `mode` is unknown, the training loader has no batch or no batch
         size, or processes were given different arguments
     RuntimeError: a callback ends the fit or skips steps, the gradients overflow, the search failed on
@@ -76,8 +76,8 @@ def bs_find(self:Learner,
 def search(fits:Callable, mode:str='power', init_val:int=2, max_trials:int=25, n:int|None=None)->tuple:
     """Find the largest size, up to the `n` samples of the dataset, for which `fits(size)` is true
 
-    Returns two sizes: the largest for which `fits` was true, or 0, and the smallest for which `fits` was
-    false, or `None`.
+    Returns two sizes: the largest for which `fits` was true, or 0 if there was none, and the smallest
+    for which it was false, or `None` if there was none.
     """
     good,bad = 0,None
     size = init_val if n is None else min(init_val, n)
@@ -94,15 +94,15 @@ def search(fits:Callable, mode:str='power', init_val:int=2, max_trials:int=25, n
 # %% ../nbs/06_bs_find.ipynb #trial
 @dataclass
 class Trial:
-    "The result of training with one batch size"
-    size:int # Samples in the batch
+    "Result of training with one batch size"
+    size:int # Batch size
     ok:bool=False # Whether the batch fit in memory
-    peak:int|None=None # Peak memory, in bytes; `None` if the device does not report it
-    speed:float|None=None # Samples per second, not counting the first batch and the loading of data
+    peak:int|None=None # Peak memory in bytes; `None` if the device does not report it
+    speed:float|None=None # Samples per second, excluding the first batch and data loading
     error:str|None=None # The error message, if the batch did not fit
 
 class _TrialSteps(CountSteps):
-    "Ends the fit after `n` steps, and measures the time that all batches but the first take"
+    "Ends the fit after `n` steps, and times all batches but the first"
     def __init__(self, n, device):
         super().__init__(n)
         self.n_batches = 0
@@ -126,7 +126,7 @@ class _TrialSteps(CountSteps):
 
 # %% ../nbs/06_bs_find.ipynb #train
 def _train(run, size, n):
-    "Train on batches of `size` samples for `n` steps; return the samples per second"
+    "Train for `n` steps on batches of `size` samples, and return the samples per second"
     batches,n_samples = batches_of(run.learn, size)
     if n_samples<size: raise MemoryError(f'there are only {n_samples} samples')
     steps = _TrialSteps(n, run.device)
@@ -182,7 +182,7 @@ def _check_before_search(learn, n, must_match):
     return min((o[0] for o in by_process if o[0]>=0), default=None)
 
 def _unwrap(learn):
-    "Take the model out of DistributedDataParallel, which exchanges data; `DryRun` puts the wrapper back"
+    "Take the model out of DistributedDataParallel, which exchanges data; `DryRun` restores the wrapper"
     # create the optimizer first: as in a fit, the Learner's `splitter` then gets the wrapped model
     if learn.opt is None: learn.create_opt()
     learn.model = get_model(learn.model)
@@ -205,10 +205,10 @@ def _rounded(x): return '' if x is None else f'{x:,.0f}'
 
 @dataclass(repr=False)
 class FoundSize:
-    "The result of `bs_find`: `int(…)` is the largest size that fits; displays itself as a table"
+    "The result of `bs_find`: `int(…)` is the largest size that fits; displayed as a table"
     size:int # The largest size that fits, in samples
     reason:str # Why no larger size was found, in words
-    trials:list[Trial] # The result for each size that was tried, in order
+    trials:list[Trial] # Result for each size, in the order tried
 
     def __int__(self): return self.size
     __index__ = __int__
@@ -257,7 +257,7 @@ def plot(self:FoundSize)->np.ndarray: # The two matplotlib axes
 
 # %% ../nbs/06_bs_find.ipynb #apply
 def _apply(dls, bs):
-    "Set the batch size of the training loader to `bs`, and of other loaders to at most `bs`"
+    "Set the training loader's batch size to `bs`, and that of other loaders to at most `bs`"
     dls.train = with_size(dls.train, bs)
     for i,dl in enumerate(dls.loaders[1:], 1):
         if resizable(dl) and size_of(dl)>bs: dls.loaders[i] = with_size(dl, bs)

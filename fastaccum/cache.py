@@ -30,11 +30,11 @@ class GradientCache(PatchingCallback):
     """Run the model on micro-batches, and everything else on the loader's whole batch
 
     TypeError: an argument has the wrong type, or the model's inputs or outputs cannot be split
-    ValueError: `micro_batch_size` is below 1, or, when the fit begins, this Learner cannot run its model
+    ValueError: `micro_batch_size` is below 1, or, when a fit starts, the Learner's model cannot be run
         in parts
     RuntimeError: the second forward pass of a micro-batch cannot repeat the first
     torch.OutOfMemoryError: a single sample does not fit in memory
-    AccumulationWarning: during the fit, when something makes the run differ from the full-batch run
+    AccumulationWarning: during a fit, something makes the run differ from the full-batch run
     """
     # after callbacks whose `before_batch` changes the batch, or calls the model on the batch: such a
     # call would be taken for the Learner's own call
@@ -52,11 +52,11 @@ class GradientCache(PatchingCallback):
     checked = False
     @by_name('micro_batch_size')
     def __init__(self, *,
-        # Maximum samples that the model sees at once; 'auto' means as many as fit in memory; or an
-        # `AutoSize` or a `TokenBudget`
+        # Maximum samples that the model sees at once, 'auto' (as many as fit in memory), an `AutoSize`
+        # or a `TokenBudget`
         micro_batch_size:int|str|MicroBatchLimit,
-        # `f(inputs, start, stop, n)` returns the samples from `start` to `stop` of the `n` in `inputs`;
-        # not used with an `AutoSize` or a `TokenBudget`, which split batches themselves
+        # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` samples in `inputs`;
+        # unused with an `AutoSize` or a `TokenBudget`, which split batches themselves
         split:Callable=split
     ):
         self.micro_batch_size = micro_batch_size
@@ -64,12 +64,12 @@ class GradientCache(PatchingCallback):
 
     @property
     def size(self)->int:
-        "The most samples in a micro-batch; `None` with 'auto' until memory has run out"
+        "Maximum samples in a micro-batch; with 'auto', `None` until memory runs out"
         return self.limit.max_train
 
 # %% ../nbs/03_cache.ipynb #check
 def check_cached(learn:Learner, limit:MicroBatchLimit):
-    """Refuse a Learner whose model cannot be run in parts of the sizes that `limit` allows
+    """Reject a Learner whose model cannot be run in parts of the sizes that `limit` allows
 
     ValueError: the model, its wrapper or another callback does not work with `GradientCache`
     """
@@ -99,7 +99,7 @@ def check_cached(learn:Learner, limit:MicroBatchLimit):
 # %% ../nbs/03_cache.ipynb #begin
 @patch
 def _warn_nothing_split(self:GradientCache):
-    "Warn if `micro_batch_size` is above the batch size: the user may want larger batches instead"
+    "Warn if `micro_batch_size` exceeds the batch size, because the user may have wanted larger batches"
     bs,size = size_of(self.learn.dls.train),self.limit.fixed_size
     if bs is None or size is None or size<=bs: return
     self.warn_once('micro-batch-size', f"`micro_batch_size={size}` is larger than the {bs} samples in a "
@@ -148,7 +148,7 @@ def undo_patches(self:GradientCache):
 # %% ../nbs/03_cache.ipynb #forward
 @patch
 def _forward(self:GradientCache, *args, **kwargs):
-    "Replace the model's `forward`: run the Learner's call in micro-batches, and other calls unchanged"
+    "Replacement for the model's `forward`: runs the Learner's call in micro-batches, others unchanged"
     learn,original_forward = self.learn,self.forward_patch.original
     is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
     if not is_learners_call: return original_forward(*args, **kwargs)
@@ -164,7 +164,7 @@ def _forward(self:GradientCache, *args, **kwargs):
 
 # %% ../nbs/03_cache.ipynb #kept
 def _check_kept(call, loss_grad):
-    """Refuse a loss that uses activations of the model besides its predictions
+    """Reject a loss that uses activations of the model besides its predictions
 
     RuntimeError: the graph of the loss reaches into the model
     """
@@ -177,7 +177,7 @@ def _check_kept(call, loss_grad):
 
 @patch
 def _warn_differences(self:GradientCache, args):
-    "Warn of layers for which micro-batches give another result than the whole batch"
+    "Warn about layers that give different results on micro-batches and on the whole batch"
     learn,bns = self.learn,batchnorms(self.learn.model)
     loop = getattr(getattr(learn, 'gradient_accumulation', None), 'loop', None)
     # GradientAccumulation warns of BatchNorm as well: a common `WarnOnce` gives a single warning

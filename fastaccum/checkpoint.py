@@ -1,4 +1,4 @@
-"""Train on the whole batch in less memory. Activations are computed twice, with the same result.
+"""Train on the whole batch in less memory by recomputing activations, with the same result.
 
 Docs: https://fastaccum.github.io/fastaccum/checkpoint.html.md"""
 
@@ -28,13 +28,13 @@ from .core.segments import Segments, find_segments
 
 # %% ../nbs/04_checkpoint.ipynb #cb
 class ActivationCheckpoint(PatchingCallback):
-    """Keep only the inputs of the model's segments, and compute activations again in the backward pass
+    """Store only the inputs of the model's segments, and recompute activations in the backward pass
 
     TypeError: `segments` has the wrong type
-    ValueError: when the fit begins, if no segments are found, if your segments are not in the model, or
-        if the model cannot be cut into segments
-    RuntimeError: a segment cannot be computed again, because its inputs or parameters have changed
-    UserWarning: after the fit, if one of your segments did not run, or if no segment ran
+    ValueError: when a fit starts, no segments are found, the segments that you passed are not in the
+        model, or the model cannot be cut into segments
+    RuntimeError: a segment cannot be recomputed, because its inputs or parameters have changed
+    UserWarning: after a fit, one of the segments that you passed did not run, or no segment ran
     """
     # 13, after `DistributedTrainer` (11), which may replace BatchNorm layers by SyncBatchNorm layers:
     # segments must contain the new layers
@@ -43,15 +43,15 @@ class ActivationCheckpoint(PatchingCallback):
     patches = ()        # a `Patch` for each replaced `forward`; empty outside of a fit
     last_used = None    # a `Segments`: the segments of the last fit; `None` before the first fit
     def __init__(self,
-        # The modules to use as segments: a class, a tuple of classes, a list of modules, or a function
-        # `f(module)` that returns whether `module` is a segment. By default, the callback finds segments
+        # Modules to use as segments: a class, a tuple of classes, a list of modules, or a function
+        # `f(module)` that returns whether `module` is a segment. Default: find segments automatically
         segments:type|tuple|list|Callable|None=None
     ):
         self.given = check_segments(segments)
 
     @property
     def segments(self)->Segments:
-        "The segments of the last fit, or of the next one if there was none; displayed as a table"
+        "Segments of the last fit or, before the first fit, of the next one; displayed as a table"
         if self.last_used is not None: return self.last_used
         if self.learn is None: return Segments()
         return find_segments(unwrapped(self.learn.model), self.given)
@@ -62,7 +62,7 @@ class ActivationCheckpoint(PatchingCallback):
 
 # %% ../nbs/04_checkpoint.ipynb #check
 def check_segments(segments:object)->object:
-    """Check the argument `segments`, and return it; an `L`, a ModuleList or a module becomes a list
+    """Check the argument `segments` and return it; an `L`, a ModuleList or a module becomes a list
 
     TypeError: `segments` is not a class, a tuple of classes, a list of modules, or a function of a
         module
@@ -103,7 +103,7 @@ def unwrapped(model:nn.Module)->nn.Module:
 
 # %% ../nbs/04_checkpoint.ipynb #inputs
 class _KeptInputs:
-    "The arguments of a call, kept without their autograd graph, so that the call can be repeated"
+    "The arguments of a call, stored without their autograd graph so that the call can be repeated"
     def __init__(self, args, kwargs):
         leaves,self.nesting = tree_flatten((args,kwargs))
         without_graph = {id(o):_without_graph(o) for o in leaves if isinstance(o, torch.Tensor)}
@@ -112,11 +112,11 @@ class _KeptInputs:
         self.leaves = [without_graph.get(id(o), o) for o in leaves]   # tensors and non-tensors, in order
 
     def rebuilt(self)->tuple:
-        "Return the positional arguments and the keyword arguments, in new lists and dicts"
+        "Return the positional and the keyword arguments, in new lists and dicts"
         return tree_unflatten(self.leaves, self.nesting)
 
 def _without_graph(x):
-    "Return `x` without its autograd graph, with the same attributes and the same `requires_grad`"
+    "Return `x` without its autograd graph, with its attributes and its `requires_grad`"
     if isinstance(x, nn.Parameter): return x
     res = x.detach()
     vars(res).update(vars(x))
@@ -124,17 +124,17 @@ def _without_graph(x):
 
 # %% ../nbs/04_checkpoint.ipynb #plain
 def _own_forward(m):
-    "Return the `forward` that the class of the module `m` defines"
+    "Return the `forward` defined by the class of the module `m`"
     return MethodType(type(m).forward, m)
 
 def _plain_forward(patch):
-    "Return a value for `__reduce__` that gives a copied or saved model its original `forward`"
+    "Return a `__reduce__` value that gives a copied or saved model its original `forward`"
     if patch.own_attr: return noop,(patch.own_attr,)
     return _own_forward,(patch.o,)
 
 # %% ../nbs/04_checkpoint.ipynb #recomputed
 class _Recomputed:
-    "Replaces a segment's `forward`: keeps its inputs, and runs the segment again in the backward pass"
+    "Replaces a segment's `forward`: stores the inputs, and reruns the segment in the backward pass"
     def __init__(self, segment):
         self.segment = segment
         self.inside = segment.inside             # the segment's modules, with all their submodules
@@ -163,7 +163,7 @@ class _Recomputed:
         # pass, their autograd graph could not be freed
         first_args = [(args,kwargs)]
         def first_or_again():
-            "Run the segment; in later calls, from the inputs and the state of the first call"
+            "Run the segment; in later calls, run it from the inputs and the state of the first call"
             if first_args:
                 xs,kw = first_args.pop()
                 return self.compute(*xs, **kw)
@@ -188,7 +188,7 @@ def compute(self:_Recomputed, *args, **kwargs):
 
 @patch
 def _check_unchanged(self:_Recomputed, versions):
-    """Check that no tensor has changed: `versions` has pairs of a tensor and its earlier version
+    """Check that no tensor has changed; `versions` has pairs of a tensor and its earlier version
 
     RuntimeError: a tensor was changed in place
     """
@@ -201,7 +201,7 @@ def _check_unchanged(self:_Recomputed, versions):
 
 # %% ../nbs/04_checkpoint.ipynb #chain
 class _Chain:
-    "Replaces a Sequential's `forward`: runs its children in order, those of a segment in one call"
+    "Replaces a Sequential's `forward`: runs its children in order, and those of a segment in one call"
     def __init__(self, seq, recomputed):
         in_seq = [o for o in recomputed if o.segment.seq is seq]
         by_first_child = {o.segment.modules[0]:o for o in in_seq}
@@ -232,7 +232,7 @@ def before_train(self:ActivationCheckpoint):
 
 @patch
 def _apply_patches(self:ActivationCheckpoint):
-    "Find the segments and replace their `forward`"
+    "Find the segments and replace their `forward` methods"
     check_single(self.learn, ActivationCheckpoint)
     self.last_used = find_segments(unwrapped(self.learn.model), self.given)
     recomputed = [_Recomputed(o) for o in self.last_used]
@@ -252,7 +252,7 @@ def undo_patches(self:ActivationCheckpoint):
 
 @patch
 def after_fit(self:ActivationCheckpoint):
-    "Restore the model, and warn of segments that did not run"
+    "Restore the model, and warn about segments that did not run"
     if self.validates or not self.patches: return
     uninterrupted(self.undo_patches)
     n = len(self.last_used)

@@ -1,4 +1,4 @@
-"""Measure during training how large a batch should be.
+"""Measure the noise of the gradients during training, to find out how large a batch should be.
 
 Docs: https://fastaccum.github.io/fastaccum/noise_scale.html.md"""
 
@@ -20,12 +20,12 @@ from .core.warnings import WarnOnce, more_link
 
 # %% ../nbs/07_noise_scale.ipynb #noise-scale
 class NoiseScale(PatchingCallback):
-    """Measure how much the gradients of micro-batches differ, to find how large a batch is worth using
+    """Measure how much micro-batch gradients differ, to find the largest batch size worth using
 
     TypeError: an argument is not a whole number
-    ValueError: a number is below 1; or, when a fit begins, the Learner has no `GradientAccumulation`, or
+    ValueError: a number is below 1; or, when a fit starts, the Learner has no `GradientAccumulation`, or
         has two `NoiseScale` callbacks
-    UserWarning: in a fit, when a step cannot be measured
+    UserWarning: during a fit, a step cannot be measured
     """
     # after MixedPrecision (10) has unscaled the gradients, and before GradientClip (11) clips them
     order = MixedPrecision.order+.5
@@ -38,8 +38,8 @@ class NoiseScale(PatchingCallback):
     micro_batches = ()     # a `_MicroBatchGrads` for each micro-batch of the step so far
 
     def __init__(self,
-        every:int=10, # Steps from one measured step to the next
-        # Number of samples after which a reading counts half as much in the averages; by default, the
+        every:int=10, # Measure every `every`-th step
+        # Number of samples after which a measurement's weight in the averages halves. Default: the
         # samples of `20*every` steps
         half_life:int|None=None
     ):
@@ -50,9 +50,9 @@ class NoiseScale(PatchingCallback):
 def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
     """Return unbiased estimates of tr Σ and |G|² for a step of `k` micro-batches with `n` items
 
-    tr Σ is the variance of one item's gradient, summed over its coordinates, and G is the gradient
-    without noise. `squares` is the sum of n_i |g_i|² over the micro-batches (n_i items, gradient g_i),
-    and `mean_sq` is the squared norm |ḡ|² of the mean gradient.
+    tr Σ is the variance of one item's gradient, summed over its coordinates, and G is the noise-free
+    gradient. `squares` is the sum of n_i |g_i|² over the micro-batches (n_i items, gradient g_i), and
+    `mean_sq` is the squared norm |ḡ|² of the mean gradient.
     """
     trace = (squares-n*mean_sq)/(k-1)
     return trace,mean_sq-trace/n
@@ -65,14 +65,14 @@ def scale_of(trace:float, grad_sq:float)->float:
 
 # %% ../nbs/07_noise_scale.ipynb #averages
 class Averages:
-    "Averages of tr Σ and |G|² over steps; a measurement loses half its weight in `half_life` samples"
+    "Averages of tr Σ and |G|² over steps; a measurement's weight halves every `half_life` samples"
     def __init__(self, half_life:float):
         self.half_life = half_life
         self.weighted_sums = np.zeros(2)   # the sum of weight × tr Σ, and the sum of weight × |G|²
         self.sum_of_weights = 0.
 
     def add(self, trace:float, grad_sq:float, n:int)->tuple:
-        "Add the estimates of a step, `n` samples after the last measurement; return the averages"
+        "Add the estimates of a step, `n` samples after the previous measurement; return the averages"
         keep = .5**(n/self.half_life)
         variance = max(trace, 0.)   # rounding may make the estimate of a variance negative
         new = np.array([variance,grad_sq])
@@ -81,26 +81,26 @@ class Averages:
         return tuple(self.weighted_sums/self.sum_of_weights)
 
 class Reading(NamedTuple):
-    "The measurement of one step"
-    step:int # Steps of the fit before this step
+    "Measurement of one step"
+    step:int # Number of earlier steps in the fit
     samples:int # Samples in the step
-    size:float # How many items the step's loss is a mean of: samples, or targets that are not ignored
-    trace:float # Estimate from this step alone: tr Σ, the variance of the gradient of one item
-    grad_sq:float # Estimate from this step alone: |G|², the squared norm of the gradient without noise
-    averages:tuple # The averages of `trace` and of `grad_sq` over this step and the ones measured before
+    size:float # Number of items that the step's loss averages: samples, or targets that are not ignored
+    trace:float # Estimate of tr Σ from this step alone: the variance of one item's gradient
+    grad_sq:float # Estimate of |G|² from this step alone: the squared norm of the noise-free gradient
+    averages:tuple # Averages of `trace` and of `grad_sq` over this and earlier measured steps
 
     @property
     def scale(self)->float: # In the unit of `size`: samples or targets
-        "The noise scale from the averages up to this step"
+        "Noise scale from the averages up to this step"
         return scale_of(*self.averages)
 
 # %% ../nbs/07_noise_scale.ipynb #verdict
 def rounded(x:float)->str:
-    "Format `x` with two digits, because a noise scale is not known more accurately"
+    "Format `x` with two digits, because a noise scale is not known more precisely"
     return f'{float(f"{x:.2g}"):,.0f}' if x>=10 else f'{x:.2g}'
 
 def describe(scale:float, size:float, unit:str='samples')->str:
-    "Describe in a sentence how many steps and how much data a training in steps of `size` needs"
+    "Return a sentence that says how many steps and how much data training in steps of `size` takes"
     if np.isnan(scale): return "noise scale: nothing was measured"
     if np.isinf(scale):
         return (f"noise scale: too large to measure. At {size:,.0f} {unit} per step, noise hides the "
@@ -115,17 +115,17 @@ def describe(scale:float, size:float, unit:str='samples')->str:
 
 # %% ../nbs/07_noise_scale.ipynb #micro-batch
 class _MicroBatchGrads(NamedTuple):
-    "The gradients of one micro-batch"
+    "Gradients of one micro-batch"
     norms:dict # `id` of a parameter -> norm of its gradient, a 0-dim tensor
     samples:int
     size:object # How many items the loss is a mean of: a number, or a 0-dim tensor
     to_sum:object # A factor: gradient × `to_sum` is the gradient of the sum of the items' losses
 
     def totals(self, device, dtype):
-        """Return four numbers in a tensor, to be added up over the micro-batches
+        """Return four numbers in a tensor, to be summed over the micro-batches
 
-        They are n_i |g_i|² and n_i, as in `estimate`; 1, or 0 if n_i is 0, to count the micro-batches;
-        and the number of samples.
+        The numbers are n_i |g_i|² and n_i, as in `estimate`; 1, or 0 if n_i is 0, to count the
+        micro-batches; and the number of samples.
         """
         samples,size,to_sum = (_on_device(o, device, dtype) for o in self[1:])
         sum_sq = _squared(self.norms.values(), device, dtype)*to_sum**2
@@ -149,7 +149,7 @@ def _squared(norms, device, dtype):
 # %% ../nbs/07_noise_scale.ipynb #begin
 @patch
 def before_fit(self:NoiseScale):
-    """Find the `GradientAccumulation` of the Learner, and forget the last fit
+    """Find the Learner's `GradientAccumulation`, and reset the measurements of the last fit
 
     ValueError: the Learner has no `GradientAccumulation`, or has two `NoiseScale` callbacks
     """
@@ -183,7 +183,7 @@ def before_train(self:NoiseScale):
 # %% ../nbs/07_noise_scale.ipynb #hear
 @patch
 def before_backward(self:NoiseScale):
-    "In a measured step, put hooks on the parameters that note the norms of their gradients"
+    "In a measured step, register hooks on the parameters that record their gradients' norms"
     self._remove_hooks()
     step = self.acc.current_step
     if self.steps_until_measured or step is None: return
@@ -194,7 +194,7 @@ def before_backward(self:NoiseScale):
 
 @patch
 def _note_norm(self:NoiseScale, micro, param_id, g):
-    "Note the norm of the gradient `g` of a parameter"
+    "Record the norm of a parameter's gradient `g`"
     # after the backward pass of the micro-batch, only other callbacks run backward passes
     is_of_other_callback = micro.ran
     if is_of_other_callback: return
@@ -207,7 +207,7 @@ def _note_norm(self:NoiseScale, micro, param_id, g):
 # %% ../nbs/07_noise_scale.ipynb #hear-end
 @patch
 def after_backward(self:NoiseScale):
-    "Add the norms that the hooks have noted to `micro_batches`, with the numbers to compare them by"
+    "Add the norms recorded by the hooks to `micro_batches`, with the numbers needed to compare them"
     self._remove_hooks()
     if not self.norms: return
     step = self.acc.current_step
@@ -232,7 +232,7 @@ def _remove_hooks(self:NoiseScale):
 
 @patch
 def undo_patches(self:NoiseScale):
-    "Remove the hooks, and forget the micro-batches of an incomplete step"
+    "Remove the hooks, and discard the micro-batches of an incomplete step"
     self._remove_hooks()
     self.norms = None
     self.micro_batches = ()
@@ -251,7 +251,7 @@ def _warn(self:NoiseScale, reason):
 # %% ../nbs/07_noise_scale.ipynb #measure
 @patch
 def before_step(self:NoiseScale):
-    "Measure the step: all its micro-batches have run, so `p.grad` is the gradient of its loss"
+    "Measure the step: all of its micro-batches have run, so `p.grad` is the gradient of its loss"
     step = self.acc.current_step
     self.samples_since_reading += step.mean.samples
     if self.steps_until_measured: return
@@ -304,40 +304,40 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
 # %% ../nbs/07_noise_scale.ipynb #results
 @patch(as_prop=True)
 def unit(self:NoiseScale)->str:
-    "The unit of the noise scale: 'samples', or 'targets' if the loss is not a mean over samples"
+    "Unit of the noise scale: 'samples', or 'targets' if the loss is not a mean over samples"
     return 'samples' if all(o.size==o.samples for o in self.readings) else 'targets'
 
 @patch(as_prop=True)
 def trace(self:NoiseScale)->float: # NaN before the first measurement
-    "The variance of one sample's gradient, summed over its coordinates: tr Σ"
+    "Variance of one sample's gradient, summed over its coordinates: tr Σ"
     return float(self.readings[-1].averages[0]) if self.readings else float('nan')
 
 @patch(as_prop=True)
 def grad_sq(self:NoiseScale)->float: # 0 or less if there is too much noise; NaN before any measurement
-    "The squared norm of the gradient without noise: |G|²"
+    "Squared norm of the noise-free gradient: |G|²"
     return float(self.readings[-1].averages[1]) if self.readings else float('nan')
 
 @patch(as_prop=True)
 def noise_scale(self:NoiseScale)->float: # Infinite if noise hides the gradient
-    "The number of items (`unit`) at which the noise of their mean gradient is as large as the gradient"
+    "Number of items (see `unit`) for which the noise in their mean gradient is as large as the gradient"
     return scale_of(self.trace, self.grad_sq)
 
 @patch
 def to_log(self:NoiseScale)->dict: # Name -> value; empty before the first measurement
-    "Return the values that loggers write with each step"
+    "Return the values that loggers log with each step"
     return dict(noise_scale=self.noise_scale) if self.readings else {}
 
 @patch
 def verdict(self:NoiseScale)->str:
-    "Return a sentence that says what steps of the last measured size cost in samples and in steps"
+    "Return a sentence on the cost, in samples and steps, of the last measured effective batch size"
     return describe(self.noise_scale, self.readings[-1].size if self.readings else 0, self.unit)
 
 # %% ../nbs/07_noise_scale.ipynb #plot
 @patch
 def plot(self:NoiseScale,
-    ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones
-)->plt.Axes: # The axes that hold the plot
-    "Plot the noise scale over steps, with the size of the steps"
+    ax:plt.Axes|None=None # Matplotlib axes to draw on; default: new axes
+)->plt.Axes: # The axes with the plot
+    "Plot the noise scale over steps, together with the effective batch size"
     if ax is None: ax = plt.subplots(figsize=(7,4))[1]
     xs = [o.step for o in self.readings]
     ax.plot(xs, [o.scale for o in self.readings], color='black', label='noise scale')

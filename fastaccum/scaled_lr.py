@@ -1,4 +1,4 @@
-"""Scale a learning rate that you found with another batch size.
+"""Scale a learning rate that you found with a different batch size.
 
 Docs: https://fastaccum.github.io/fastaccum/scaled_lr.html.md"""
 
@@ -20,11 +20,11 @@ from .core.warnings import more_link
 
 # %% ../nbs/08_scaled_lr.ipynb #scaled-lr
 class ScaledLR(PatchingCallback):
-    """Scale the learning rate of each step with the size of the step, relative to `base_bs` samples
+    """Scale each step's learning rate with its number of samples, relative to `base_bs`
 
     TypeError: `base_bs` is not a whole number
-    ValueError: `base_bs` is below 1, or `rule` is unknown; when a fit begins, the Learner has two
-        `ScaledLR` callbacks, or the parameters of the model are sharded over processes
+    ValueError: `base_bs` is below 1, or `rule` is unknown; when a fit starts, the Learner has two
+        `ScaledLR` callbacks, or the model's parameters are sharded over processes
     """
     # Run before MixedPrecision, which cancels the step if gradients overflow, so that later callbacks
     # are not called. The Recorder records the rate of a cancelled step too, so it has to be scaled.
@@ -41,7 +41,8 @@ class ScaledLR(PatchingCallback):
     @by_name('base_bs')
     def __init__(self, *,
         base_bs:int, # Samples per step for which the learning rate was chosen
-        rule:str|None=None # 'linear' or 'sqrt'; default: 'sqrt' for optimizers like Adam, else 'linear'
+        # 'linear' or 'sqrt'. Default: 'sqrt' for optimizers like Adam, otherwise 'linear'
+        rule:str|None=None
     ):
         self.base_bs = check_count('base_bs', base_bs)
         if rule=='adascale':
@@ -71,14 +72,14 @@ class _Scaled(NamedTuple):
 
 @patch
 def _step_size(self:ScaledLR):
-    "Return the samples in a complete step, over all processes"
+    "Return the number of samples in a complete step, over all processes"
     if self.acc is None: return sizes_of(self.learn.dl).bs*self.n_processes
     step = self.acc.current_step
     return min(step.full, step.per_epoch)
 
 @patch
 def before_step(self:ScaledLR):
-    "Scale the learning rate and, if Adam is scaled by the rule 'sqrt', its epsilon"
+    "Scale the learning rate and, if Adam is scaled with the 'sqrt' rule, its epsilon"
     self.undo_patches()
     self.opt = self.learn.opt
     is_adam = 'sqr_mom' in self.opt.hypers[0]   # optimizers like Adam have this hyper-parameter
@@ -98,9 +99,9 @@ def before_step(self:ScaledLR):
 # %% ../nbs/08_scaled_lr.ipynb #undo
 @patch
 def undo_patches(self:ScaledLR, keep:str=''):
-    """Restore the unscaled values of all hyper-parameters but `keep`
+    """Restore the unscaled values of all hyper-parameters except `keep`
 
-    A scaled value that other code has changed since stays as it is.
+    A value that other code has changed since it was scaled is left unchanged.
     """
     while self.scaled:
         name,unscaled,scaled = self.scaled[0]

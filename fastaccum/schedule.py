@@ -1,4 +1,4 @@
-"""Change the effective batch size along an annealing curve, or at given epochs or steps.
+"""Change the effective batch size during training, gradually or at given epochs or steps.
 
 Docs: https://fastaccum.github.io/fastaccum/schedule.html.md"""
 
@@ -42,7 +42,7 @@ def check_moment(name:str, o:int|float)->int|float:
     return o
 
 def fraction(o:int|float, n_epoch:int)->float:
-    "Convert a fraction of training (float) or an epoch (int) to a fraction of a fit of `n_epoch` epochs"
+    "Convert an epoch (int) or a fraction of training (float) to a fraction of a fit of `n_epoch` epochs"
     return o/max(1, n_epoch) if isinstance(o, Integral) else float(o)
 
 def fractions(start:int|float, finish:int|float, n_epoch:int)->tuple[float,float]:
@@ -61,7 +61,7 @@ def fractions(start:int|float, finish:int|float, n_epoch:int)->tuple[float,float
 def as_annealer(schedule:Callable, start:int, end:int)->Callable:
     """Return a function from a position (0 to 1) to a number of samples
 
-    If `schedule` takes one argument, it is such a function already and is returned. Otherwise
+    If `schedule` takes one argument, it is already such a function and is returned unchanged. Otherwise,
     `schedule(start, end)` is returned.
 
     TypeError: `schedule` cannot be called with two numbers, or does not return a function
@@ -88,7 +88,8 @@ def as_annealer(schedule:Callable, start:int, end:int)->Callable:
 def check_value(schedule:Callable, pos:float)->float:
     """Return the number of samples that `schedule` gives at position `pos` (0 to 1)
 
-    ValueError: `schedule` raises an error, or the value is not a number, not above 0, or above 2**53
+    ValueError: `schedule` raises an error, or its value is not a number, is not above 0, or is above
+        2**53
     """
     try: size = schedule(pos)
     except Exception as e:
@@ -107,7 +108,7 @@ def check_value(schedule:Callable, pos:float)->float:
 def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
     """Check a dict from thresholds (epochs or steps) to numbers of micro-batches, and return it sorted
 
-    TypeError: `scheduling` is not a dict, is empty, or holds something other than `int`s
+    TypeError: `scheduling` is not a dict, is empty, or has keys or values that are not `int`s
     IndexError: a key is negative
     ValueError: a number of micro-batches is below 1
     """
@@ -130,7 +131,7 @@ def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
 
 # %% ../nbs/01_schedule.ipynb #base
 class _Scheduled(GradientAccumulation):
-    "The base class of both schedules, in which the size of a step depends on its place in training"
+    "Base class of both schedules: the effective batch size depends on the position in training"
     name = 'gradient_accumulation'
 
     def before_fit(self):
@@ -138,13 +139,13 @@ class _Scheduled(GradientAccumulation):
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs = []
 
     def before_update(self, step:Step):
-        "Note the size of the step, also in the Recorder"
+        "Record the effective batch size, also in the Recorder"
         self.current_bs = step.full
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs.append(self.current_bs)
 
     @property
     def accum_bs(self):
-        """The samples per optimizer step at the start of the schedule; cannot be set
+        """Samples per optimizer step at the start of the schedule; read-only
 
         AttributeError: a new value is set
         """
@@ -158,16 +159,16 @@ class _Scheduled(GradientAccumulation):
 
 # %% ../nbs/01_schedule.ipynb #schedule
 class GradientAccumulationSchedule(_Scheduled):
-    """Change the effective batch size gradually while training
+    """Change the effective batch size gradually during training
 
-    The arguments from `log_accum_batch` on, and the errors of a fit, are those of
+    The arguments from `log_accum_batch` on, and the errors raised during a fit, are those of
     `GradientAccumulation`.
 
     TypeError: a size is not a whole number, `start` or `finish` is not a number, or `schedule` is
         neither an annealer nor a function of progress
     ValueError: a number is too small, `start` is later than `finish`, or `schedule` returns a value that
         is not a number of samples
-    UserWarning: when a fit begins, if the fit is too short to reach `finish`
+    UserWarning: when a fit starts, it is too short to reach `finish`
     """
     def __init__(self,
         start_accum_bs:int, # Samples per optimizer step before `start`
@@ -198,12 +199,12 @@ class GradientAccumulationSchedule(_Scheduled):
 # %% ../nbs/01_schedule.ipynb #sizes
 @patch
 def _size_words(self:GradientAccumulationSchedule):
-    "Describe the sizes of the steps in words"
+    "Describe the effective batch sizes in words"
     return f'{self.start_accum_bs} to {self.final_accum_bs} samples per step{self._split_words()}'
 
 @patch
 def wanted_sizes(self:GradientAccumulationSchedule, micro_bs:int, n_epoch:int)->Callable:
-    """Return a function from a `Position` to the samples in a step: whole micro-batches of `micro_bs`
+    """Return a function from a `Position` to the samples in a step, in whole micro-batches of `micro_bs`
 
     ValueError: in a fit of `n_epoch` epochs, `start` is later than `finish`
     """
@@ -233,18 +234,18 @@ def before_fit(self:GradientAccumulationSchedule):
 
 # %% ../nbs/01_schedule.ipynb #scheduler
 class GradientAccumulationScheduler(_Scheduled):
-    """Change how many micro-batches make a step, at given epochs or steps
+    """Change the number of micro-batches per step at given epochs or steps
 
-    The arguments from `log_accum_batch` on, and the errors of a fit, are those of
+    The arguments from `log_accum_batch` on, and the errors raised during a fit, are those of
     `GradientAccumulation`.
 
-    TypeError: `scheduling` is not a dict, is empty, or holds something other than `int`s
+    TypeError: `scheduling` is not a dict, is empty, or has keys or values that are not `int`s
     IndexError: a key is negative
     ValueError: a number of micro-batches is below 1, or `mode` is unknown
     """
     def __init__(self,
-        scheduling:dict[int,int], # Epoch or step, counted from 0 -> micro-batches per step from then on
-        mode:str='epoch', # Unit of the keys of `scheduling`: 'epoch', or 'step' (an optimizer step)
+        scheduling:dict[int,int], # Epoch or step (from 0) -> micro-batches per step from then on
+        mode:str='epoch', # Unit of the keys of `scheduling`: 'epoch', or 'step' for optimizer steps
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`
         drop_last:bool|None=None, # As in `GradientAccumulation`
@@ -258,12 +259,12 @@ class GradientAccumulationScheduler(_Scheduled):
         self.mode = mode
 
     def _size_words(self):
-        "Describe the sizes of the steps in words"
+        "Describe the effective batch sizes in words"
         factors = list(self.scheduling.values())
         return f"{factors[0]} to {count_of(factors[-1], 'micro-batch')} per step{self._split_words()}"
 
     def wanted_sizes(self, micro_bs:int, n_epoch:int)->Callable:
-        "Return a function from a `Position` to the samples in a step, with `micro_bs` in a micro-batch"
+        "Return a function from a `Position` to the samples in a step, in micro-batches of `micro_bs`"
         thresholds = list(self.scheduling)
         counts = [1,*self.scheduling.values()]   # before the first threshold, each micro-batch is a step
         return lambda pos: micro_bs*counts[bisect_right(thresholds, getattr(pos, self.mode))]
@@ -271,14 +272,16 @@ class GradientAccumulationScheduler(_Scheduled):
 # %% ../nbs/01_schedule.ipynb #plot
 @patch
 def plot_sched(self:GradientAccumulation,
-    dls:DataLoaders|Learner, # The data to train on, a Learner that has it, or a training loader
-    n_epoch:int=1, # Epochs of the fit
-    figsize:tuple=(12,4) # Width and height of the figure, in inches
-)->np.ndarray: # The two matplotlib axes that hold the plots
+    # Training data: DataLoaders, a Learner with DataLoaders, or a training loader
+    dls:DataLoaders|Learner,
+    n_epoch:int=1, # Number of epochs
+    figsize:tuple=(12,4) # Width and height of the figure in inches
+)->np.ndarray: # The two matplotlib axes
     """Plot the samples in each step and the number of steps of a fit, without training
 
     TypeError: `dls` is not a Learner, DataLoaders or a loader
-    ValueError: the loader does not report its batch size, or has smaller batches than `micro_batch_size`
+    ValueError: the loader does not report its batch size, or its batches are smaller than
+        `micro_batch_size`
     """
     check_count('n_epoch', n_epoch, 'epoch')
     plan = self.plan(dls, n_epoch)

@@ -1,4 +1,4 @@
-"""Compare a run on large batches with a run on micro-batches.
+"""Test that a run on micro-batches matches a run on large batches.
 
 Docs: https://fastaccum.github.io/fastaccum/testing.html.md"""
 
@@ -27,15 +27,15 @@ from .core.plan import round_up
 
 # %% ../nbs/13_testing.ipynb #twins
 def both_runs(
-    micro:int=4, # Samples in a micro-batch
-    accum_bs:int=16, # Samples in a step: the batch size of the full-batch run
+    micro:int=4, # Micro-batch size
+    accum_bs:int=16, # Samples per step: the batch size of the full-batch run
     fit:Callable|None=None, # `fit(learn, cbs)` trains the Learner; defaults to `one_cycle`
-    make:Callable|None=None, # `make(bs, whole=…, seed=…)` returns a Learner, like the default `toy`
-    acc:dict|None=None, # Arguments of the accumulation callback besides `accum_bs`
-    acc_cls:type=GradientAccumulation, # The class of the accumulation callback
-    cbs:Callable=list, # `cbs()` returns a list of new callbacks, to be added in both fits
+    make:Callable|None=None, # `make(bs, whole=…, seed=…)` returns a Learner, like `toy`, the default
+    acc:dict|None=None, # Arguments of the accumulation callback other than `accum_bs`
+    acc_cls:type=GradientAccumulation, # Class of the accumulation callback
+    cbs:Callable=list, # `cbs()` returns a list of new callbacks, which are added in both fits
     loader_drop_last:bool=False, # Whether the loader of micro-batches drops its incomplete last batch
-    seed:int=0, # Seeds PyTorch before each fit
+    seed:int=0, # Seed for PyTorch, set before each fit
     **kwargs # Passed to `make`
 )->tuple[Learner,Learner]: # The Learners trained on large batches and on micro-batches
     "Fit a Learner on batches of `accum_bs` samples, and an identical Learner on micro-batches"
@@ -52,13 +52,12 @@ def both_runs(
 
 # %% ../nbs/13_testing.ipynb #assert-twins
 def assert_same_run(
-    a:Learner, # The Learner that was trained on large batches
-    b:Learner, # The Learner that was trained on micro-batches
-    # Tolerance for weights, gradients and the optimizer's state; relative for numbers above 1
-    tol:float=1e-7,
+    a:Learner, # Learner trained on large batches
+    b:Learner, # Learner trained on micro-batches
+    tol:float=1e-7, # Tolerance for weights, gradients and optimizer state; relative for numbers above 1
     lr_tol:float=1e-9, # Tolerance for learning rates, other hyper-parameters and `learn.pct_train`
     loss_tol:float=2e-6 # Tolerance for losses and metrics, which are in single precision
-)->dict[str,float]: # Kind of state (such as 'weights') -> the largest deviation of its numbers
+)->dict[str,float]: # Kind of state (such as 'weights') -> largest deviation of its numbers
     """Raise an error if the two runs differ
 
     AssertionError: a value differs by more than its tolerance, or is missing in one of the runs
@@ -78,7 +77,7 @@ class Float32Loss(Callback):
     def after_loss(self): self.learn.loss = self.learn.loss.float()
 
 class CrossEntropy(nn.CrossEntropyLoss):
-    "Cross-entropy in double precision; fastai's `CrossEntropyLossFlat` casts it to single"
+    "Cross-entropy in double precision; fastai's `CrossEntropyLossFlat` casts to single precision"
     def forward(self,
         pred:torch.Tensor, # Scores, with classes as the last dimension
         targ:torch.Tensor # Class numbers
@@ -86,10 +85,10 @@ class CrossEntropy(nn.CrossEntropyLoss):
         return super().forward(pred.flatten(0, -2), targ.flatten())
 
 def toy_data(
-    n:int, # Samples in the dataset
-    tokens:bool=False, # Whether to make sequences of 6 tokens; targets of padding are -100
-    seed:int=0 # Seeds the random numbers
-)->TensorDataset: # Inputs of 5 features, targets of 3 classes
+    n:int, # Number of samples
+    tokens:bool=False, # Whether to make sequences of 6 tokens, with -100 as the target of padding
+    seed:int=0 # Seed for the random numbers
+)->TensorDataset: # Inputs with 5 features, targets with 3 classes
     "Make random data"
     gen = torch.Generator().manual_seed(seed)
     shape = (n,6) if tokens else (n,)
@@ -101,7 +100,7 @@ def toy_data(
     return TensorDataset(x, y)
 
 class Ordered:
-    "When called, returns an epoch's order of samples: the same for any batch size, new in each epoch"
+    "Returns the order of an epoch's samples when called: the same for any batch size, new each epoch"
     def __init__(self, n:int, keep:int, shuffle:bool, seed:int):
         self.n = n               # samples in the dataset
         self.keep = keep         # samples in an epoch, which leaves out the other samples of the dataset
@@ -115,19 +114,19 @@ class Ordered:
 
 # %% ../nbs/13_testing.ipynb #small
 def toy(
-    bs:int, # Samples in a batch
-    whole:int=1, # Rounds the samples of an epoch down to a multiple of `whole`
+    bs:int, # Batch size
+    whole:int=1, # Round the number of samples in an epoch down to a multiple of this
     n:int=70, # Samples in the dataset
     tokens:bool=False, # Whether to make sequences of tokens, as in `toy_data`
-    shuffle:bool=False, # Whether to shuffle, in an order that is the same for any batch size
-    seed:int=0, # Seed for the weights, the data and their order
+    shuffle:bool=False, # Whether to shuffle, in the same order for any batch size
+    seed:int=0, # Seed for the weights, the data and the order of the data
     opt_func:Callable=partial(SGD, mom=0.9), # As in `Learner`
-    loss_func:Callable|None=None, # As in `Learner`; defaults to cross-entropy
-    data:Dataset|None=None, # A dataset instead of random data
-    model:Callable|None=None, # `model()` makes a model in double precision; defaults to linear layers
-    splitter:Callable|None=None, # As in `Learner`; defaults to two parameter groups
+    loss_func:Callable|None=None, # As in `Learner`; default: cross-entropy
+    data:Dataset|None=None, # Dataset to use instead of random data
+    model:Callable|None=None, # `model()` returns a model in double precision; default: linear layers
+    splitter:Callable|None=None, # As in `Learner`; default: two parameter groups
     **kwargs # Passed to `Learner`
-)->Learner: # A Learner that prints nothing while it trains
+)->Learner: # A Learner that prints nothing during training
     "Make a small Learner for comparing runs"
     ds = toy_data(n, tokens, seed) if data is None else data
     keep = len(ds)//whole*whole
@@ -148,7 +147,7 @@ def _three_layers():
 def _two_groups(model): return [list(model[:2].parameters()), list(model[2:].parameters())]
 
 def one_cycle(learn:Learner, cbs:list):
-    "Train two epochs with the one-cycle policy, at a learning rate of at most 0.1"
+    "Train for two epochs with the one-cycle policy and a learning rate of at most 0.1"
     learn.fit_one_cycle(2, 0.1, cbs=cbs)
 
 # %% ../nbs/13_testing.ipynb #compare
@@ -163,18 +162,18 @@ def _flat(o):
     raise TypeError(f"do not know how to compare {o!r}, which is of type {type(o).__name__}")
 
 def deviation(a:object, b:object)->float: # Infinite if `a` and `b` do not hold equally many numbers
-    """Return the largest difference between the numbers in `a` and `b`, in order; NaN if one is NaN
+    """Return the largest difference between corresponding numbers in `a` and `b`; NaN if one is NaN
 
     Where a number in `a` is above 1, the difference is divided by it.
 
-    TypeError: `a` or `b` holds an object that is neither a number nor contains numbers
+    TypeError: `a` or `b` holds an object that is neither a number nor a container of numbers
     """
     a,b = (torch.cat([torch.zeros(0),*_flat(o)]) for o in (a,b))
     if len(a)!=len(b): return float('inf')
     return ((a-b).abs()/a.abs().clamp(min=1)).max().item() if len(a) else 0.
 
 def deviations(a:Learner, b:Learner)->dict[str,float]:
-    "Return the largest deviation between two trained Learners in each kind of state, by name"
+    "Return the largest deviation between two trained Learners for each kind of state, by name"
     values = dict(weights=lambda l: l.model.state_dict(), opt=lambda l: l.opt.state_dict()['state'],
         hypers=lambda l: l.opt.hypers, grads=lambda l: [p.grad for p in l.model.parameters()],
         train_iter=lambda l: l.train_iter, pct_train=lambda l: l.pct_train)

@@ -1,4 +1,4 @@
-"""Split a batch of texts by length, so that short texts are not padded to the longest.
+"""Split batches of texts by length, so that short texts are not padded to the longest one.
 
 Docs: https://fastaccum.github.io/fastaccum/token_budget.html.md"""
 
@@ -24,7 +24,7 @@ from .core.warnings import AccumulationWarning, WarnOnce, more_link
 
 # %% ../nbs/12_token_budget.ipynb #lengths
 def _spans(mask):
-    "Return for each row of `mask` the column of its first token, and the column after its last token"
+    "Return, for each row of `mask`, the column of its first token and the column after its last token"
     width = mask.shape[1]
     columns = torch.arange(width, device=mask.device)
     first = torch.where(mask, columns, width).amin(1)
@@ -33,7 +33,7 @@ def _spans(mask):
 
 # %% ../nbs/12_token_budget.ipynb #mask-of-lengths
 def _is_constant(x, where):
-    "Whether `x` has one value wherever `where` is true, as a tensor (does not synchronize the GPU)"
+    "Whether `x` has a single value where `where` is true, as a tensor (does not synchronize the GPU)"
     where = where.reshape(*where.shape, *[1]*(x.ndim-where.ndim))
     x = x.detach().float()
     return x.masked_fill(~where, torch.inf).amin()>=x.masked_fill(~where, -torch.inf).amax()
@@ -41,9 +41,9 @@ def _is_constant(x, where):
 def _mask_of_lengths(lengths, padded, n):
     """Return a mask of tokens for the `n` rows of `padded`, in which row `i` has `lengths[i]` tokens
 
-    The padding is on the side on which all values are the same; the tokens are on the other side.
+    The padding is on the side where all values are equal, and the tokens are on the other side.
 
-    ValueError: `lengths` are not `n` numbers from 0 to the columns of `padded`
+    ValueError: `lengths` are not `n` numbers from 0 to the number of columns of `padded`
     """
     width = padded.shape[1]
     got = repr(lengths)
@@ -70,7 +70,7 @@ def _mask_of_lengths(lengths, padded, n):
 
 # %% ../nbs/12_token_budget.ipynb #division
 class TokenDivision(Division):
-    "Divides a batch of `n` rows, sorted by length, into micro-batches of at most `budget` padded tokens"
+    "Divides `n` rows of a batch, sorted by length, into micro-batches of at most `budget` padded tokens"
     def __init__(self, b:tuple, n:int, mask:torch.Tensor, budget:int, sorts:bool=True):
         super().__init__(n)
         self.budget = budget
@@ -112,20 +112,20 @@ class TokenDivision(Division):
 # %% ../nbs/12_token_budget.ipynb #division-columns
 @patch
 def has_columns(self:TokenDivision, x:torch.Tensor)->bool:
-    "Whether `x` has as many columns as the mask, or one less, as labels of the next token have"
+    "Whether `x` has as many columns as the mask, or one fewer, as next-token labels have"
     if x.ndim<2: return False
     is_next_labels = x.ndim==2 and x.shape[1]==self.width-1
     return x.shape[1]==self.width or is_next_labels
 
 @patch
 def trimmed_width(self:TokenDivision, start:int, stop:int)->int:
-    "Return the number of columns of a micro-batch, which is the length of its longest row"
+    "Return the number of columns of a micro-batch: the length of its longest row"
     return max(self.lengths[start:stop])
 
 # %% ../nbs/12_token_budget.ipynb #division-rows
 @patch
 def end_of(self:TokenDivision, start:int, end:int, max_samples:int|None)->int:
-    "Return where the micro-batch that begins at row `start` ends: the row after its last row"
+    "Return the end of the micro-batch that starts at row `start`: the row after its last row"
     longest = max(self.lengths[start:end])
     n_rows = max(1, self.budget//longest)
     if max_samples is not None: n_rows = min(n_rows, max_samples)
@@ -151,7 +151,7 @@ def part_of_tensor(self:TokenDivision, x:torch.Tensor, start:int, stop:int)->tor
 
 @patch
 def trim(self:TokenDivision, rows:torch.Tensor, start:int, stop:int)->torch.Tensor:
-    "Cut off the columns in which all rows of a micro-batch have padding"
+    "Remove the columns in which all rows of a micro-batch have padding"
     n_cut = self.width-self.trimmed_width(start, stop)
     trimmed = rows[:,n_cut:] if self.padding_on_left else rows[:,:rows.shape[1]-n_cut]
     return trimmed.contiguous()   # some losses call `view`, which needs contiguous memory
@@ -167,18 +167,18 @@ def part(self:TokenDivision, b:object, start:int, stop:int, trims:bool=True)->ob
 
 # %% ../nbs/12_token_budget.ipynb #budget
 class TokenBudget(MicroBatchLimit):
-    """Micro-batches of at most `max_tokens` tokens, padding included
+    """Split batches into micro-batches of at most `max_tokens` tokens, including padding
 
     Pass a TokenBudget as `micro_batch_size` to `GradientAccumulation` or `GradientCache`. Padding may be
-    on the left or on the right. The model must ignore padding: a fit checks this on its first batch with
-    padding, and warns if the model's output changes. A row that is longer than the budget is a
+    on the left or on the right. The model must ignore padding: the fit checks this on its first batch
+    with padding, and warns you if the model's output changes. A row longer than the budget becomes a
     micro-batch of its own.
 
     TypeError: an argument has the wrong type
-    ValueError: `max_tokens` is below 1; in a fit, before any weight changes, if the lengths of the
+    ValueError: `max_tokens` is below 1; during a fit, before any weights are updated, the lengths of the
         texts cannot be determined
-    AccumulationWarning: in a fit, when trimming the padding changes the model's output
-    UserWarning: in a fit, when a row is longer than the budget
+    AccumulationWarning: during a fit, trimming the padding changes the model's output
+    UserWarning: during a fit, a row is longer than the budget
     """
     is_even = False
     # The `WarnOnce` of the last fit that compared the model's outputs with and without padding. Each fit
@@ -186,11 +186,11 @@ class TokenBudget(MicroBatchLimit):
     warn_once_of_comparison = None
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
     def __init__(self,
-        max_tokens:int, # Maximum tokens in a micro-batch, padding included
-        # Id of the padding token; needed only if there is no `attention_mask` and no `length`
+        max_tokens:int, # Maximum tokens in a micro-batch, including padding
+        # Id of the padding token; needed only without an `attention_mask` and without `length`
         *, pad_id:int|None=None,
-        # `length(batch)` returns the number of tokens in each row, without padding; by default, the
-        # `attention_mask` or `pad_id` shows where the padding is
+        # `length(batch)` returns the number of tokens in each row, excluding padding. Default: find the
+        # padding with the `attention_mask` or `pad_id`
         length:Callable|None=None
     ):
         super().__init__()
@@ -212,7 +212,7 @@ class TokenBudget(MicroBatchLimit):
 # %% ../nbs/12_token_budget.ipynb #budget-mask
 @patch
 def _mask(self:TokenBudget, xb, yb, n):
-    """Return a mask that is true where a column of a row holds a token
+    """Return a mask that is true where a row has a token
 
     ValueError: the lengths of the rows are not known
     """
@@ -242,7 +242,7 @@ def divide(self:TokenBudget,
     n:int, # Samples in the batch
     warn_once:WarnOnce # Gives each warning once per fit
 )->TokenDivision: # The micro-batches
-    """Divide a batch into micro-batches of similar length
+    """Divide a batch into micro-batches of rows of similar length
 
     ValueError: the lengths of the rows are not known
     UserWarning: a row is longer than the budget, or the model does not ignore padding
@@ -263,7 +263,7 @@ def divide(self:TokenBudget,
 # %% ../nbs/12_token_budget.ipynb #outputs
 @torch.no_grad()
 def _outputs(model, xb):
-    "Run the model without dropout and autocast, restore its state, and return its output's tensors"
+    "Run the model without dropout and autocast, restore its state, and return its output tensors"
     state = ForwardState(model.modules())
     try:
         with state.again():   # when the block ends, the model's state and autocast are restored
@@ -281,7 +281,7 @@ _rounding_tols = {torch.float64:1e-8, torch.float32:1e-3}
 
 @patch
 def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
-    "Warn if the model's output for a micro-batch changes without padding; synchronizes the GPU"
+    "Warn if removing a micro-batch's padding changes the model's output; synchronizes the GPU"
     cuts = [o for o in division.bounds(None) if division.trimmed_width(*o)<division.width]
     if not cuts: return
     self.warn_once_of_comparison = warn_once

@@ -1,4 +1,4 @@
-"""A `WandbCallback` that avoids the TypeError of fastai 2.8.9 to 2.8.12, and a function that reads offline runs.
+"""A `WandbCallback` that works around a TypeError in fastai 2.8.9 to 2.8.12, and a function to read offline runs.
 
 Docs: https://fastaccum.github.io/fastaccum/wandb.html.md"""
 
@@ -19,9 +19,9 @@ from .core.warnings import more_link
 
 # %% ../nbs/11_wandb.ipynb #callback
 class WandbCallback(fastai_wandb.WandbCallback):
-    """Log to Weights & Biases as [fastai's callback](https://docs.fast.ai/callback.wandb.html) does
+    """Log to Weights & Biases like [fastai's callback](https://docs.fast.ai/callback.wandb.html)
 
-    ValueError: when a fit begins, if `log_model=True` and the Learner has no `SaveModelCallback`
+    ValueError: when a fit starts, `log_model=True` and the Learner has no `SaveModelCallback`
     """
     def before_fit(self):
         if self.log_model and not hasattr(self, 'save_model'):
@@ -36,20 +36,20 @@ class WandbCallback(fastai_wandb.WandbCallback):
 
 # %% ../nbs/11_wandb.ipynb #config
 def plain(o:object)->object:
-    "Convert `o` to a value of a configuration: a number, a string, `None`, or a list of such values"
+    "Convert `o` to a configuration value: a number, a string, `None`, or a list of such values"
     if o is None or isinstance(o, (Number,str)): return o
     if isinstance(o, (list,tuple)) and len(o)<=100: return [plain(x) for x in o]
     return str(o)[:200]
 
 def arguments(o:object)->dict:
-    "Return the arguments of `__init__` that `o` has as attributes, without data, model and callbacks"
+    "Return the `__init__` arguments that `o` has as attributes, except data, model and callbacks"
     def is_attribute(name): return name in vars(o) or isinstance(getattr(type(o), name, None), property)
     params = inspect.signature(type(o).__init__).parameters
     names = [name for name in params if name not in ('dls','model','cbs')]
     return {name:plain(getattr(o, name)) for name in names if is_attribute(name)}
 
 def config(learn:Learner)->dict:
-    "Return the values of fastai's `gather_args`, and the arguments of the Learner and of its callbacks"
+    "Return the values of fastai's `gather_args`, and the arguments of the Learner and its callbacks"
     res = {name:plain(o) for name,o in learn.gather_args().items()}
     res['Learner'] = arguments(learn)
     for cb in learn.cbs: res[type(cb).__name__] = arguments(cb) or True
@@ -60,7 +60,7 @@ _block_size = 2**15   # a W&B file consists of blocks of this many bytes
 _header_size = 7      # bytes of the header that comes before each record, or before each part of one
 
 def offline_records(
-    path:str|Path # The file of an offline run, `run.settings.sync_file`
+    path:str|Path # File of an offline run, `run.settings.sync_file`
 )->Iterator[Record]: # The records that W&B wrote, in order
     "Read the records of an offline run, after `run.finish()` and `wandb.teardown()`"
     data = Path(path).read_bytes()
@@ -81,8 +81,8 @@ def offline_records(
             record = b''
 
 def offline_rows(
-    path:str|Path # The file of an offline run, `run.settings.sync_file`
-)->list[dict]: # A dict for each row: name -> logged value
-    "Read the rows that an offline run logged"
+    path:str|Path # File of an offline run, `run.settings.sync_file`
+)->list[dict]: # For each row, a dict: name -> logged value
+    "Read the rows logged by an offline run"
     rows = [o.history.item for o in offline_records(path) if o.HasField('history')]
     return [{o.key or '/'.join(o.nested_key):json.loads(o.value_json) for o in row} for row in rows]

@@ -1,4 +1,4 @@
-"""Count the samples of a batch, whatever its structure, and select some of them.
+"""Count the samples in a batch of any structure, and select some of them.
 
 Docs: https://fastaccum.github.io/fastaccum/core/batch.html.md"""
 
@@ -46,7 +46,7 @@ def is_list(o:object)->bool:
     return len(are_tensors)==1
 
 def _ambiguity(o):
-    "Rate the doubt about the number of samples: 2 for a list of tensors, 1 for another list, or else 0"
+    "Rate how ambiguous the number of samples is: 2 for a list of tensors, 1 for other lists, else 0"
     if not is_list(o): return 0
     return 2 if len(_shape(o[0])) else 1
 
@@ -84,7 +84,7 @@ def samples(learn:Learner)->int:
 
 # %% ../../nbs/core/03_batch.ipynb #is-on
 def batch_device(learn:Learner)->torch.device|None:
-    "Return the device to which the Learner moves batches; `None` if its `_set_device` is not fastai's"
+    "Return the device that the Learner moves batches to; `None` if its `_set_device` is not fastai's"
     first = next(learn.model.parameters(), None)
     is_overridden = getattr(learn._set_device, '__func__', None) is not Learner._set_device
     return None if is_overridden or first is None else first.device
@@ -100,7 +100,8 @@ def is_on(device:torch.device|None, b:object)->bool:
 def even_sizes(n:int, max_size:int|None)->list:
     """Divide `n` samples into as few parts of at most `max_size` samples as possible
 
-    Returns the sizes of the parts, which differ by at most 1. `max_size=None` gives a single part.
+    Returns the sizes of the parts, which differ by at most 1. With `max_size=None`, there is a single
+    part.
     """
     n_parts = ceil(n/max_size) if max_size else 1
     size,rest = divmod(n, n_parts)
@@ -122,7 +123,7 @@ def container_like(o:object, parts:list)->object:
     return res
 
 def _cannot_be_split(o, n, reason=''):
-    "Return the error for a part `o`, of a batch of `n` samples, that cannot be split"
+    "Return the error for a part `o` that cannot be split, in a batch of `n` samples"
     return TypeError(f"a {type(o).__name__}{reason} in a batch of {n} samples cannot be split: "
         "`micro_batch_size` splits only tensors with a row for each sample, and tuples, lists and dicts "
         "of them. Pass `micro_batch_size=AutoSize(split=f)`, where your `f(batch, start, stop, n)` "
@@ -133,8 +134,8 @@ def _cannot_be_split(o, n, reason=''):
 def _lists_samples(o, n, of_tensors=False):
     """Whether `o` is a list with an item for each of `n` samples
 
-    A list of `n` tensors with `n` rows each may hold a tensor per sample, or inputs and targets:
-    `of_tensors` is true if such a list holds a tensor per sample.
+    A list of `n` tensors with `n` rows each may hold one tensor per sample, or inputs and targets.
+    `of_tensors` says which: it is true for one tensor per sample.
     """
     if not is_list(o) or len(o)!=n: return False
     return of_tensors or not all(has_rows(x, n) for x in o)
@@ -146,10 +147,10 @@ def _has_tensor_per_sample(b, n):
     return any(is_mapping(x) or isinstance(x, torch.Tensor) for o in lists for x in o)
 
 def pick(b:object, n:int, f:Callable, without_rows:Callable|None=None)->object:
-    """Select samples of a batch of `n` samples: `f` selects rows of tensors and items of lists
+    """Select samples from a batch of `n` samples: `f` selects rows of tensors and items of lists
 
-    `without_rows(o)` returns the replacement for a part `o` that has no row for each sample. Without
-    this function, such a part is an error.
+    `without_rows(o)` returns the replacement for a part `o` that does not have a row for each sample.
+    Without this function, such a part is an error.
 
     TypeError: a part of the batch cannot be split
     """
@@ -176,7 +177,7 @@ def split(b:object, start:int, stop:int, n:int)->object:
 
 # %% ../../nbs/core/03_batch.ipynb #leaves
 def leaves(o:object)->list:
-    "List, in order, the objects within nested tuples, lists and mappings"
+    "List the objects within nested tuples, lists and mappings, in order"
     return [x for v in values(o) for x in leaves(v)] if is_nested(o) else [o]
 
 def rebuilt(o:object, contents:Iterator)->object:
@@ -196,9 +197,9 @@ def like_tensor(o:object, x:object)->object:
 
 # %% ../../nbs/core/03_batch.ipynb #join
 def join(parts:list, ns:list)->object:
-    """Join the parts of a batch, which have `ns` samples, tensor by tensor
+    """Join parts of a batch, with `ns` samples each, tensor by tensor
 
-    If a value does not have a row for each sample, the value of the first part is returned.
+    For values without a row for each sample, the value of the first part is returned.
     """
     o = parts[0]
     if isinstance(o, torch.Tensor): return torch.cat(parts) if all(map(has_rows, parts, ns)) else o

@@ -1,4 +1,4 @@
-"""Refuse what cannot work before any weight moves, with a message that says what to do.
+"""Reject settings that cannot work, before any weights are updated, with errors that say what to do.
 
 Docs: https://fastaccum.github.io/fastaccum/core/checks.html.md"""
 
@@ -26,9 +26,9 @@ from .warnings import more_link
 
 # %% ../../nbs/core/07_checks.ipynb #values
 def check_count(name:str, n:object, unit:str='sample', or_else:str='')->int:
-    """Refuse anything but a positive whole number of `unit`s as the argument `name`; returns the number
+    """Check that the argument `name` is a positive whole number of `unit`s, and return the number
 
-    `or_else` begins the list of what the argument may be, such as "'auto', or ".
+    `or_else` begins the list of allowed values in the error message, as in "'auto', or ".
 
     TypeError: `n` is not a whole number
     ValueError: `n` is below 1
@@ -46,7 +46,7 @@ def check_count(name:str, n:object, unit:str='sample', or_else:str='')->int:
     return int(n)
 
 def check_bool(name:str, o:object, if_none:str='')->bool|None:
-    """Refuse anything but `True` and `False`; `None` is allowed if `if_none` says what `None` means
+    """Check that `o` is `True` or `False`, or `None` if `if_none` says what `None` means; return `o`
 
     TypeError: `o` is not one of these values
     """
@@ -57,7 +57,7 @@ def check_bool(name:str, o:object, if_none:str='')->bool|None:
         + more_link('true-or-false'))
 
 def check_name(name:str, o:object, choices:tuple):
-    """Refuse anything but one of `choices` as the argument `name`
+    """Check that the argument `name` is one of `choices`
 
     ValueError: `o` is not one of `choices`
     """
@@ -68,7 +68,7 @@ def check_name(name:str, o:object, choices:tuple):
 
 # %% ../../nbs/core/07_checks.ipynb #function
 def check_function(name:str, f:object, n:int, example:str)->object:
-    """Refuse a function that cannot be called with `n` arguments; `None` is allowed. Returns `f`
+    """Check that `f` can be called with `n` arguments, or is `None`, and return it
 
     TypeError: `f` is not a function, or does not take `n` arguments
     """
@@ -99,11 +99,11 @@ def our_callback(learn:Learner, name:str)->Callback|None:
 
 # %% ../../nbs/core/07_checks.ipynb #by-name
 def by_name(name:str)->Callable:
-    """Make a decorator for an `__init__` whose arguments have to be given by name
+    """Make a decorator for an `__init__` whose arguments must be passed by name
 
-    The error for a positional argument suggests to pass the argument as `name=`.
+    The error for a positional argument suggests passing it as `name=`.
 
-    TypeError: when the decorated `__init__` is called with a positional argument
+    TypeError: the decorated `__init__` is called with a positional argument
     """
     def decorate(init):
         @wraps(init)
@@ -119,11 +119,11 @@ def by_name(name:str)->Callable:
 
 # %% ../../nbs/core/07_checks.ipynb #suggest
 def suggest_arguments(**other_names:str)->Callable:
-    """Make a decorator for an `__init__`: the error for an unknown argument suggests the right one
+    """Make a decorator for an `__init__` that suggests the right argument if an unknown one is passed
 
-    `other_names`: names that other libraries use -> the argument of `__init__` with the same meaning.
+    `other_names`: names used by other libraries -> the argument of `__init__` with the same meaning.
 
-    TypeError: when the decorated `__init__` is called with an argument that it does not have
+    TypeError: the decorated `__init__` is called with an argument that it does not have
     """
     def decorate(init):
         arguments = [*signature(init).parameters][1:]
@@ -143,7 +143,7 @@ def suggest_arguments(**other_names:str)->Callable:
 
 # %% ../../nbs/core/07_checks.ipynb #own-loop
 def _is_replaced(learn, name):
-    "Whether the Learner has a method `name` that is not fastai's, and so may not run micro-batches"
+    "Whether the Learner's method `name` is not fastai's, so that it may not run micro-batches"
     f = vars(learn).get(name) or getattr(type(learn), name)
     f = getattr(f, '__func__', f)
     module = getattr(f, '__module__', None) or ''
@@ -156,7 +156,7 @@ def _is_replaced(learn, name):
 def _passed_to_fit(learn):
     """List the callbacks that were passed to the running `fit`
 
-    fastai keeps these callbacks only in the local variables of that call.
+    fastai stores these callbacks only in the local variables of that call.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -172,7 +172,7 @@ def _passed_to_fit(learn):
 
 # %% ../../nbs/core/07_checks.ipynb #one-accumulates
 def _check_one_accumulates(learn):
-    "Refuse a second callback that accumulates gradients, whether fastai's or fastaccum's"
+    "Reject a second callback that accumulates gradients, whether fastai's or fastaccum's"
     fastais = [o for o in learn.cbs if isinstance(o, FastaiGradientAccumulation)]
     cbs = [*our_callbacks(learn, 'GradientAccumulation'),*fastais]
     if len(cbs)<2: return
@@ -192,7 +192,7 @@ def _check_one_accumulates(learn):
 
 # %% ../../nbs/core/07_checks.ipynb #half-gradients
 def check_half_gradients(learn:Learner):
-    """Refuse a Learner that adds up gradients in half precision
+    """Reject a Learner that sums gradients in half precision
 
     ValueError: the Learner has a `NonNativeMixedPrecision`
     """
@@ -202,9 +202,9 @@ def check_half_gradients(learn:Learner):
         + more_link('half-precision-gradients'))
 
 class RefuseHalfGradients(Callback):
-    """Calls `check_half_gradients` at the beginning of the next fit, before a callback casts the model
+    """Calls `check_half_gradients` when the next fit starts, before a callback casts the model
 
-    The callback removes itself from the Learner.
+    The callback then removes itself from the Learner.
     """
     order = -100   # before `ModelToHalf` (-50), which casts the model
     def before_fit(self):
@@ -217,9 +217,9 @@ class RefuseHalfGradients(Callback):
 
 # %% ../../nbs/core/07_checks.ipynb #learner
 def check_learner(learn:Learner):
-    """Refuse a Learner that has a second way to accumulate gradients, or a training loop of its own
+    """Reject a Learner that accumulates gradients in a second way, or has a training loop of its own
 
-    ValueError: two callbacks accumulate gradients, a callback adds up gradients in half precision, an
+    ValueError: two callbacks accumulate gradients, a callback sums gradients in half precision, an
         optimizer steps in the backward pass, or the Learner has a training loop of its own
     """
     _check_one_accumulates(learn)
@@ -245,13 +245,13 @@ def _is_user_hook(hook):
     return not module.startswith(('fastaccum.','wandb.'))
 
 def hooked_params(model:nn.Module)->list:
-    "List the names of the parameters on which the user has put a hook with `register_hook`"
+    "List the names of the parameters on which the user has registered a hook with `register_hook`"
     trained = [(name,p) for name,p in model.named_parameters() if p.requires_grad]
     return [name for name,p in trained if any(map(_is_user_hook, (p._backward_hooks or {}).values()))]
 
 # %% ../../nbs/core/07_checks.ipynb #single
 def check_single(learn:Learner, cls:type):
-    """Refuse a Learner with several callbacks of the class `cls`
+    """Reject a Learner with several callbacks of the class `cls`
 
     ValueError: two or more of these callbacks are switched on
     """

@@ -39,7 +39,7 @@ def part_sizes(n:int, most:int|None=None)->list[int]:
     return [most]*n_full+[rest] if rest else [most]*n_full
 
 def _sizes_to_try(n, most, of_fit=False):
-    "Return lists of part sizes, in the order to try; with `of_fit`, the sizes of the fit come first"
+    "Return lists of part sizes in the order to try them; with `of_fit`, the sizes of the fit come first"
     n_full,rest = divmod(n, most)
     equal = [[most]*n_full+[rest] if rest else [most]*n_full, even_sizes(n, most)]
     res = [*equal,part_sizes(n, most)] if of_fit else [part_sizes(n, most),*equal]
@@ -56,7 +56,7 @@ def _on_cpu(t):
     return dense.detach().cpu().to(torch.float64, copy=True)
 
 class CaptureGrads(QuietCallback):
-    "Notes each parameter's first gradient, and cancels steps; ends the fit when no gradient is missing"
+    "Records each parameter's first gradient, and cancels steps; ends the fit when none is missing"
     order,run_valid = MixedPrecision.order+.5,False   # after MixedPrecision has unscaled the gradients
     def __init__(self, params:set):
         self.missing = params   # parameters that have had no gradient so far
@@ -86,7 +86,7 @@ class CaptureGrads(QuietCallback):
 def relative_diff(a:torch.Tensor, b:torch.Tensor, least:float=0.)->float:
     """Return the norm of `a-b`, divided by the larger norm of the two or by `least` if that is larger
 
-    The result is infinite for NaN, infinite values or unequal shapes.
+    The result is infinite for NaN, infinite values or different shapes.
     """
     if a.shape!=b.shape: return float('inf')
     diff = (a-b).norm().item()
@@ -95,7 +95,7 @@ def relative_diff(a:torch.Tensor, b:torch.Tensor, least:float=0.)->float:
     return diff/size if diff==diff and 0<size<float('inf') else float('inf')
 
 def grad_differences(a:dict, b:dict)->dict:
-    "Compare the gradients of two runs: return a dict from a parameter's name to the relative difference"
+    "Compare the gradients of two runs: return a dict from parameter names to relative differences"
     # the least number to divide a difference by: 1% of the norm of all gradients, because smaller
     # gradients may consist of rounding errors
     least = sum(o.square().sum().item() for o in a.values())**.5/100
@@ -140,12 +140,14 @@ class Compare:
     "Runs the Learner's fit on a whole batch and on parts of the batch, and compares the gradients"
     def __init__(self,
         run:DryRun, # Runs fits of the Learner
-        make_cbs:Callable, # `make_cbs(n, sizes)`: callbacks that run `n` samples in parts of these sizes
+        # `make_cbs(n, sizes)` returns callbacks that run `n` samples in parts of these sizes
+        make_cbs:Callable,
         loader_yields_parts:bool=True, # Whether the loader yields parts; if not, callbacks split batches
-        split:Callable=split, # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
-        bs:int|None=None, # Samples in the whole batch; defaults to the loader's batch size
-        n_batches:int=1, # How many batches of `bs` samples to read from the loader
-        micro:int|None=None # Samples in each part, if all are equally large; `None`: unequal sizes
+        # `f(batch, start, stop, n)` returns samples `start` to `stop` of the `n` in `batch`
+        split:Callable=split,
+        bs:int|None=None, # Samples in the whole batch; default: the loader's batch size
+        n_batches:int=1, # Number of batches of `bs` samples to read from the loader
+        micro:int|None=None # Samples in each part if all are equal; `None`: unequal sizes
     ):
         self.run,self.make_cbs = run,make_cbs
         self.loader_yields_parts,self.split = loader_yields_parts,split
@@ -176,7 +178,7 @@ class Compare:
 def step(self:Compare, in_parts:bool, freeze:list=(), reset:bool=False, without:list=())->CaptureGrads:
     """Get the gradients and buffers of a step, with some modules frozen and some callbacks left out
 
-    RuntimeError: no step was made
+    RuntimeError: no step was taken
     """
     capture = CaptureGrads({p for p in self.run.learn.model.parameters() if p.requires_grad})
     self.fit(in_parts, self.wholes[:1]*20, [capture,FreezeMode(freeze, reset)], without=without)
@@ -217,7 +219,7 @@ def _describe_failure(e, learn, on):
 # %% ../../nbs/core/27_compare.ipynb #both-runs
 @patch
 def _try_step(self:Compare, in_parts):
-    "Run `step`; if it fails twice, set `why` to a description of the error, and return `None`"
+    "Run `step`; if it fails twice, set `why` to a description of the error and return `None`"
     try: return self.step(in_parts)
     except Exception as e:
         is_ours = more_link('') in str(e)

@@ -1,4 +1,4 @@
-"""Find the modules, the losses and the callbacks that make the gradients of micro-batches differ.
+"""Find the modules, losses and callbacks that make the gradients of micro-batches differ.
 
 Docs: https://fastaccum.github.io/fastaccum/core/diagnose.html.md"""
 
@@ -46,7 +46,7 @@ class Call(NamedTuple):
     outputs:list # A digest for each output tensor
 
 class ModuleTrace:
-    "Runs a model on batches, with some modules frozen in evaluation mode, and notes each module's calls"
+    "Runs a model on batches, with some modules frozen in evaluation mode, and records module calls"
     def __init__(self, model:nn.Module, state:ForwardState, batches:list, frozen:list=(), seed:int=0,
         reset:bool=False):
         self.calls = []   # a dict for each batch: name of a module -> list of its `Call`s
@@ -67,7 +67,7 @@ class ModuleTrace:
         self.modules_that_ran = [modules[name] for name in self.calls[0]]
 
     def _note(self, name, m, args, kwargs, out):
-        "Note a call of the module `name`; a forward hook"
+        "Record a call of the module `name`; a forward hook"
         inputs = [_digest(t) for t in _tensors((args,kwargs)) if t.ndim and not t.is_complex()]
         outputs = [_digest(t) for t in _tensors(out) if t.ndim and t.is_floating_point()]
         self.calls[-1].setdefault(name, []).append(Call(inputs, outputs))
@@ -90,7 +90,7 @@ def _difference(a, b, name, kind):
     return max(map(relative_diff, x, y), default=0.)
 
 def _differs_by_itself(a, b, name, tol):
-    "Whether a module has the same inputs, but different outputs, in two traces"
+    "Whether a module has the same inputs but different outputs in two traces"
     inputs = _difference(a, b, name, 'inputs')
     outputs = _difference(a, b, name, 'outputs')
     return inputs is not None and outputs is not None and inputs<=tol<outputs
@@ -148,7 +148,7 @@ def _loss_grads(learn, n, counter, start, stop):
     return digests,float(n_items)
 
 def _loss_difference(learn, n, counter, sizes):
-    "Return the relative difference of the loss's gradients: of the whole batch, and of weighted parts"
+    "Return the relative difference between the loss gradients of the whole batch and of weighted parts"
     whole,_ = _loss_grads(learn, n, counter, 0, n)
     parts,ns = zip(*(_loss_grads(learn, n, counter, *o) for o in bounds(sizes)))
     weights = [1. if counter.is_sum else o/sum(ns) for o in ns]
@@ -292,16 +292,16 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
 
 # %% ../../nbs/core/28_diagnose.ipynb #row
 class Row(NamedTuple):
-    "A possible cause of a difference to the full-batch run"
-    what:str # The name of the cause
+    "A possible cause of a difference from the full-batch run"
+    what:str # Name of the cause
     off:float|None # Relative difference from the full-batch run, usually in gradients; `None` if unknown
-    tol:float # The largest difference that counts as rounding
-    where:str = '' # The layers, callbacks or loader at fault; or why nothing could be checked
+    tol:float # Largest difference that counts as rounding error
+    where:str = '' # The layers, callbacks or loader at fault, or why nothing could be checked
     remedy:str = '' # The remedy, in words or code; 'none: …' if nothing helps
 
     @property
     def ok(self)->bool:
-        "Whether the difference is known, and no more than rounding"
+        "Whether the difference is known, and no more than rounding error"
         return self.off is not None and self.off<=self.tol
 
     @property

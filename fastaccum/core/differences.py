@@ -1,4 +1,4 @@
-"""Warn of anything that makes a fit differ from the full-batch run.
+"""Warn about anything that makes a fit differ from the full-batch run.
 
 Docs: https://fastaccum.github.io/fastaccum/core/differences.html.md"""
 
@@ -26,7 +26,7 @@ from .warnings import StateWarning, WarnOnce
 
 # %% ../../nbs/core/11_differences.ipynb #layers
 def batchnorms(model:nn.Module)->list:
-    "List the BatchNorm layers of `model` that, in its present mode, normalize with the batch's samples"
+    "List the BatchNorm layers of `model` that currently normalize with the batch's samples"
     # a BatchNorm layer without features, which fastai's tabular model may have, normalizes nothing
     bns = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.num_features]
     return [m for m in bns if m.training or m.running_mean is None]
@@ -35,9 +35,9 @@ def batchnorms(model:nn.Module)->list:
 def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
     """Warn if fastai's `SentenceEncoder` leaves out chunks of texts
 
-    For each chunk, `SentenceEncoder` counts the texts that are long enough to have this chunk, and takes
-    the same number of texts from the beginning of the batch, whether these are long enough or not.
-    The check synchronizes the GPU if the model contains a `SentenceEncoder`.
+    For each chunk, `SentenceEncoder` counts the texts that are long enough to have this chunk, and then
+    takes as many texts from the beginning of the batch, whether these are long enough or not. The check
+    synchronizes the GPU if the model contains a `SentenceEncoder`.
     """
     def leaves_out(m):
         has_chunk = xb[0][:,::m.bptt]!=m.pad_idx
@@ -53,7 +53,7 @@ def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
 
 # %% ../../nbs/core/11_differences.ipynb #look
 class DifferenceWarnings:
-    "Warns if a fit differs from the full-batch run; of several processes, only the first one warns"
+    "Warns if a fit differs from the full-batch run; with several processes, only the first one warns"
     def __init__(self, warn_once:WarnOnce):
         self.warn_once = warn_once
         # each of these checks is made only once per fit
@@ -112,7 +112,7 @@ def _warn_loader(self:DifferenceWarnings, step):
 
 @patch
 def _warn_mixing(self:DifferenceWarnings, cb, step):
-    "Warn of MixUp and CutMix, which mix the samples of one batch of the loader"
+    "Warn about MixUp and CutMix, which mix the samples of one batch of the loader"
     is_mixer = 'fastai.callback.mixup.MixHandler' in class_names(type(cb))
     mixes_as_fastai = is_mixer and type(cb).before_batch.__module__.startswith('fastai.')
     if not (mixes_as_fastai and cb.run and self._joins_batches(step)): return
@@ -134,7 +134,7 @@ def _warn_hooked(self:DifferenceWarnings, model):
         "normalize in `before_step` of a callback instead", AccumulationWarning)
 
 def _warn_second_optimizer(cb, opt, warn_once):
-    "Warn of a callback with an optimizer of its own, unless the callback's `per_step` says when it runs"
+    "Warn about a callback with its own optimizer, unless the callback's `per_step` says when it runs"
     own = [o for o in vars(cb).values() if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
     others = [o for o in own if o is not opt and o is not getattr(opt, 'opt', None)]
     if hasattr(cb, 'per_step') or not others: return
@@ -148,7 +148,7 @@ def _warn_second_optimizer(cb, opt, warn_once):
 _module_attrs = vars(nn.Module()).keys()
 
 def _holds_state(o):
-    "Whether `o` is or lists a tensor, not a parameter, that is not all zero; synchronizes the GPU"
+    "Whether `o` is or lists a tensor, not a parameter, that is not all zeros; synchronizes the GPU"
     if isinstance(o, nn.Parameter): return False
     if isinstance(o, Tensor): return bool(o.detach().any())
     return isinstance(o, (tuple,list)) and any(map(_holds_state, o))
@@ -156,10 +156,10 @@ def _holds_state(o):
 # %% ../../nbs/core/11_differences.ipynb #state
 @patch
 def watch_state(self:DifferenceWarnings, learn:Learner, step:Step, is_first:bool):
-    """Return a context that warns if a module begins a micro-batch with the state of the previous one
+    """Return a context that warns if a module starts a micro-batch with the state of the previous one
 
-    `is_first`: whether the micro-batch is the first one of its step, which is not watched. Only the
-    first context for a later micro-batch of a fit watches the modules.
+    `is_first`: whether the micro-batch is the first of its step, which is not watched. Only the first
+    context for a later micro-batch of a fit watches the modules.
     """
     if is_first or self.checked_state: return nullcontext()
     self.checked_state = True
@@ -176,7 +176,7 @@ def watch_state(self:DifferenceWarnings, learn:Learner, step:Step, is_first:bool
 @patch
 @contextmanager
 def _watch_state(self:DifferenceWarnings, modules, remedy):
-    "Warn within this context of modules that hold a state when they are called for the first time"
+    "Within this context, warn about modules that hold a state when they are first called"
     called = set()
     def warn_of_state(m, *_):
         # Check only a module's first call. A text classifier calls its encoder once for each chunk of a
@@ -193,7 +193,7 @@ def _watch_state(self:DifferenceWarnings, modules, remedy):
 # %% ../../nbs/core/11_differences.ipynb #before-split
 @patch
 def before_split(self:DifferenceWarnings, parts:BatchParts):
-    "Before the first batch is split, warn if the model keeps a state from one part to the next"
+    "Before the first batch is split, warn if the model keeps state from one part to the next"
     if not self.checked_parts and remembers(parts):
         self._warn_state('the model', "If the state is not needed, reset it at the beginning of "
             "`forward`. Otherwise, use `ActivationCheckpoint()` instead of `micro_batch_size=`")
@@ -225,7 +225,7 @@ def added_to_a_sum(self:DifferenceWarnings):
 
 @patch
 def splits_rows(self:DifferenceWarnings, rows:int, n:int):
-    "Warn that callbacks have made `rows` rows of a batch of `n` samples, and that these rows are split"
+    "Warn that callbacks made `rows` rows from a batch of `n` samples, and that these rows are split"
     self.warn_once('rows-of-a-split-batch', f"callbacks have made {rows} rows of the {n} samples of a "
         "batch, and `micro_batch_size=` splits the batch row by row. This is right if each row has a "
         "target and a loss of its own. Otherwise, this run differs from the full-batch run: create the "
@@ -235,7 +235,7 @@ def splits_rows(self:DifferenceWarnings, rows:int, n:int):
 # %% ../../nbs/core/11_differences.ipynb #cancelled
 @patch
 def left_out(self:DifferenceWarnings, step:Step, n:int):
-    "Warn that callbacks have cancelled `n` micro-batches of a step"
+    "Warn that callbacks cancelled `n` micro-batches of a step"
     if not self._joins_batches(step): return
     self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} of a step's micro-batches, "
         "and the next ones take their place, so all later steps of the epoch have other samples than in "
@@ -244,7 +244,7 @@ def left_out(self:DifferenceWarnings, step:Step, n:int):
 
 @patch
 def all_cancelled(self:DifferenceWarnings):
-    "Warn that callbacks have cancelled all micro-batches of the last step of an epoch"
+    "Warn that callbacks cancelled all micro-batches of the last step of an epoch"
     self.warn_once('cancelled', "callbacks have cancelled all remaining micro-batches of an epoch "
         "(`CancelBatchException` or `CancelBackwardException`), so no step was taken with them. If a "
         "callback decides by `learn.train_iter`, which counts steps and stands still meanwhile, let it "
@@ -252,7 +252,7 @@ def all_cancelled(self:DifferenceWarnings):
 
 @patch
 def epoch_ends(self:DifferenceWarnings, exception:str, n:int):
-    "Warn that a callback has ended an epoch after `n` micro-batches, before the first step was complete"
+    "Warn that a callback ended an epoch after `n` micro-batches, before the first step was complete"
     # if no micro-batch has run, there is no difference to warn of: a full batch would not have run
     # either
     if not n: return

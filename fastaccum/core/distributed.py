@@ -1,4 +1,4 @@
-"""Train on several processes together: add up their gradients once per step.
+"""Train on several processes, and sum their gradients once per step.
 
 Docs: https://fastaccum.github.io/fastaccum/core/distributed.html.md"""
 
@@ -25,7 +25,7 @@ def world_size()->int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 def gather(mine:list, device:torch.device, group:dist.ProcessGroup|None=None)->list:
-    """Exchange a list of whole numbers: returns the lists of all processes, in the order of their ranks
+    """Exchange a list of whole numbers, and return the lists of all processes in order of rank
 
     Synchronizes the GPU.
     """
@@ -35,7 +35,7 @@ def gather(mine:list, device:torch.device, group:dist.ProcessGroup|None=None)->l
     return [o.tolist() for o in res]
 
 def check_same(must_match:dict, each:list):
-    """Refuse settings that are not the same on all processes
+    """Check that settings are the same on all processes
 
     `must_match` maps the names of settings to their values on this process, which are whole numbers.
     `each` has a list of numbers for each process, which begins with the process's own values of these
@@ -55,7 +55,7 @@ def _is_fsdp(m):
     return hasattr(m, 'set_requires_gradient_sync') or 'FullyShardedDataParallel' in type(m).__name__
 
 def check_not_sharded(model:nn.Module):
-    """Refuse a model of which each process holds only a part
+    """Reject a model of which each process holds only a part
 
     ValueError: a module is wrapped by FSDP, or a parameter is a DTensor
     """
@@ -69,9 +69,9 @@ def check_not_sharded(model:nn.Module):
 
 # %% ../../nbs/core/08_distributed.ipynb #processes
 class Processes:
-    """The processes that train `model` together with DDP; this process alone if there is no other
+    """The processes that train `model` together with DDP; only this process if there is no other
 
-    ValueError: the parameters of the model are sharded over processes
+    ValueError: the model's parameters are sharded over processes
     """
     def __init__(self, model:nn.Module):
         check_not_sharded(model)
@@ -86,7 +86,7 @@ class Processes:
         self.n = 1 if self.group is None else self.group.size()   # the number of processes
 
     def agree(self, must_match:dict, mine:list)->list:
-        """Exchange the whole numbers `mine`: returns the lists of all processes, in the order of ranks
+        """Exchange the whole numbers `mine`, and return the lists of all processes in order of rank
 
         ValueError: a value in `must_match` (name of a setting -> whole number) differs between processes
         """
@@ -98,7 +98,7 @@ class Processes:
     def sum(self, *nums)->list:
         """Return the sum of each number over all processes, as 0-dim tensors in double precision
 
-        With one process, returns `nums` unchanged.
+        With one process, `nums` is returned unchanged.
         """
         if self.n==1: return list(nums)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -109,19 +109,19 @@ class Processes:
 # %% ../../nbs/core/08_distributed.ipynb #exchange
 @patch
 def pause_sync(self:Processes, paused:bool):
-    "Switch DDP's synchronization in forward and backward passes off if `paused`, otherwise on"
+    "Switch DDP's synchronization in forward and backward passes off if `paused`, and on otherwise"
     for m in self.ddps:
         m.require_backward_grad_sync = not paused
         m.require_forward_param_sync = not paused
 
 @patch
 def sum_grads(self:Processes, params:list, grads:dict):
-    "Replace each gradient in `grads` (parameter -> gradient) by its sum over all processes"
+    "Replace each gradient in `grads` (parameter -> gradient) with its sum over all processes"
     if self.ddps: add_up(params, grads, self.group, self.device)
 
 @patch
 def share_buffers(self:Processes):
-    "Copy the buffers of the first process, such as BatchNorm's statistics, to all processes"
+    "Copy the first process's buffers, such as BatchNorm's statistics, to all processes"
     for ddp in self.ddps:
         if not ddp.broadcast_buffers: continue
         send = partial(dist.broadcast, src=dist.get_global_rank(self.group, 0), group=self.group)
@@ -131,10 +131,10 @@ def share_buffers(self:Processes):
 def add_up(params:list, grads:dict, group:dist.ProcessGroup, device:torch.device):
     """Replace the gradients in `grads`, a dict with parameters as keys, by their sums over all processes
 
-    Synchronizes the GPU, to read which parameters have a gradient in any process.
+    Synchronizes the GPU to read which parameters have a gradient on any process.
 
-    If a process has no gradient of a parameter, zeros take its place. A parameter for which no process
-    has a gradient is left out.
+    If a process has no gradient for a parameter, zeros take its place. A parameter without a gradient on
+    any process is left out.
     """
     has_grad = torch.tensor([p in grads for p in params], device=device, dtype=torch.uint8)
     dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=group)
@@ -149,7 +149,7 @@ def add_up(params:list, grads:dict, group:dist.ProcessGroup, device:torch.device
 def _in_buckets(tensors, send):
     """Exchange tensors in flat buckets of about 32 MiB
 
-    `send` exchanges a bucket and writes the result into it; the result is copied back to the tensors.
+    `send` exchanges a bucket and writes the result into it. The result is copied back to the tensors.
     """
     for bucket in _take_tensors(tensors, 2**25):
         flat = _flatten_dense_tensors(bucket)
@@ -158,9 +158,9 @@ def _in_buckets(tensors, send):
 
 # %% ../../nbs/core/08_distributed.ipynb #finder
 def keep_in_memory(finder:LRFinder):
-    """Make `finder` keep the model and optimizer in memory, on each process
+    """Make `finder` keep the model and the optimizer in memory, on each process
 
-    fastai's `LRFinder` saves both in a file, on the first process only.
+    fastai's `LRFinder` saves both to a file, on the first process only.
     """
     def before_fit():
         finder.kept = deepcopy((get_model(finder.learn.model).state_dict(),finder.opt.state_dict()))

@@ -1,4 +1,4 @@
-"""Run fits of a Learner that leave nothing behind.
+"""Run fits that leave the Learner as it was.
 
 Docs: https://fastaccum.github.io/fastaccum/core/dry_run.html.md"""
 
@@ -39,8 +39,8 @@ _constants = str,bytes,int,float,type(None),type,ModuleType
 class Snapshot:
     """A record of all that can change in `roots` and in the objects that they refer to
 
-    `shallow`: objects of which only the items and attributes are noted, not the objects that these refer
-    to. `skip`: objects that are left out.
+    `shallow`: objects of which only the items and attributes are recorded, not the objects that these
+    refer to. `skip`: objects that are left out.
     """
     def __init__(self, *roots:object, shallow:tuple=(), skip:tuple|list=()):
         self.restores = []   # (function, *arguments) of each call that restores a part of the state
@@ -52,7 +52,7 @@ class Snapshot:
         while todo: todo += self._note(todo.pop())
 
     def put_back(self):
-        "Restore everything, even if Ctrl-C arrives meanwhile; can be called any number of times"
+        "Restore everything, even if Ctrl-C arrives meanwhile; may be called any number of times"
         def put():
             for f,*args in self.restores: f(*args)
         uninterrupted(put)
@@ -60,7 +60,7 @@ class Snapshot:
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot-note
 @patch
 def _note(self:Snapshot, o):
-    "Note the state of `o`, and return the objects that `o` refers to"
+    "Record the state of `o`, and return the objects that `o` refers to"
     if id(o) in self.seen or isinstance(o, _constants): return []
     self.seen[id(o)] = o
     refs = []
@@ -82,7 +82,7 @@ def _note(self:Snapshot, o):
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot-values
 @patch
 def _note_tensor(self:Snapshot, t):
-    "Note the values, device and gradient of the tensor `t`, and return the objects in its attributes"
+    "Record the values, device and gradient of the tensor `t`, and return the objects in its attributes"
     if t.is_inference() or t.is_meta: return []
     def copy(o): return None if o is None else o.detach().to('cpu', copy=True)
     grad = copy(t.grad) if t.is_leaf else None
@@ -119,9 +119,9 @@ def takes_part(cb:Callback)->bool:
 
 # %% ../../nbs/core/26_dry_run.ipynb #batches
 class Batches(GetAttr):
-    """A training loader that yields `batches`, with up to `bs` samples each, and is like `dl` otherwise
+    """A training loader that yields `batches`, with up to `bs` samples each, and is otherwise like `dl`
 
-    `n`: samples in all batches; needed if `batches` has no length.
+    `n`: number of samples in all batches; needed if `batches` has no length.
     """
     _default = 'dl'
     def __init__(self, dl:object, batches:Iterable, bs:int, n:int|None=None):
@@ -162,13 +162,13 @@ def loader_state(dl:object)->list:
     return own+[getattr(dl, k, None) for k in ('rng','generator','sampler')]
 
 def training_device(learn:Learner)->torch.device:
-    "Return the device that the next fit runs on, to which fastai may not have moved the model yet"
+    "Return the device on which the next fit runs; fastai may not have moved the model to it yet"
     # fastai's `TrainEvalCallback` moves the model to `dls.device` when a fit begins
     device = getattr(learn.dls, 'device', default_device())
     return next(learn.model.parameters()).device if device is None else torch.device(device)
 
 class DryRun:
-    """Runs fits of a Learner, and restores the state of the Learner after each; a context manager
+    """Runs fits of a Learner, and restores the Learner's state after each one; a context manager
 
     `without`: callbacks of the Learner that are left out. `total`: calls of `tick` that fill a progress
     bar; 0 for no bar.
@@ -223,8 +223,8 @@ def fit(self:DryRun, dl:object, cbs:list, lr:float|slice|None=0., without:tuple|
     after:Callable=noop)->object:
     """Fit on `dl` for an epoch with `cbs` and the Learner's callbacks that take part, except `without`
 
-    Any of `cbs` may end the fit. Returns the result of `after(learn)`, which is called before the state
-    of the Learner is restored.
+    Any of `cbs` may end the fit. Returns the result of `after(learn)`, which is called before the
+    Learner's state is restored.
     """
     learn = self.learn
     try:

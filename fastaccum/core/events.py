@@ -1,4 +1,4 @@
-"""Which callback gets which event of a step and of its micro-batches.
+"""Decide which callbacks receive each per-step and per-micro-batch event.
 
 Docs: https://fastaccum.github.io/fastaccum/core/events.html.md"""
 
@@ -23,19 +23,19 @@ step_counters = {'fastai.callback.schedule.ParamScheduler','fastai.callback.wand
 def _counts_steps(cb): return not step_counters.isdisjoint(class_names(type(cb)))
 
 def hears_steps(cb:Callback)->bool:
-    "Whether `cb` gets `after_batch` once per optimizer step, rather than once per batch of the loader"
+    "Whether `cb` gets `after_batch` once per optimizer step instead of once per batch of the loader"
     per_step = vars(cb).get('per_step', getattr(type(cb), 'per_step', None))
     if per_step is not None: return per_step
     has_before_batch = hasattr(type(cb), 'before_batch') or 'before_batch' in vars(cb)
     return _counts_steps(cb) or not has_before_batch
 
 def records(cb:Callback)->bool:
-    "Whether `cb` records or shows losses, which with `log_accum_batch=False` are those of micro-batches"
+    "Whether `cb` records or shows losses: those of micro-batches if `log_accum_batch=False`"
     return cb.order>=Recorder.order or _counts_steps(cb)
 
 # %% ../../nbs/core/13_events.ipynb #events
 class Events(dict):
-    "Sends events to the callbacks of `learn`; as a dict: class of a callback -> names of its events"
+    "Sends events to the callbacks of `learn`; as a dict, maps callback classes to names of their events"
     def __init__(self, learn:Learner): self.learn = learn
 
     def __missing__(self, cls):

@@ -1,4 +1,4 @@
-"""Note the state from which a forward pass starts, restore it, or run a pass from it again.
+"""Save the state from which a forward pass starts, restore it, or run a pass from it again.
 
 Docs: https://fastaccum.github.io/fastaccum/core/forward_state.html.md"""
 
@@ -54,7 +54,7 @@ def set_rng_state(state:list):
 _call = methodcaller('__call__')
 
 def _nesting():
-    "Return the number of nested autocast contexts, which PyTorch tells only when the number changes"
+    "Return the number of nested autocast contexts, which PyTorch reports only when it changes"
     # `map` instead of two statements, so that Ctrl-C cannot come between both calls
     _,depth = map(_call, (torch.autocast_increment_nesting,torch.autocast_decrement_nesting))
     return depth
@@ -108,8 +108,8 @@ _not_state = vars(nn.Module()).keys()|{'forward','_compiled_call_impl'}
 def _find_state(todo, in_objects=False):
     """Find containers, tensors and generators in `todo`, a list of `(name, object)` pairs
 
-    Searches the items of containers, and with `in_objects` also the attributes of other objects. Returns
-    `(name, object)` pairs, in which the name is that of an attribute or a dict's key.
+    Searches the items of containers and, with `in_objects`, the attributes of other objects. Returns
+    `(name, object)` pairs, in which the name is that of an attribute or a dict key.
     """
     found = {}   # `id` of an object -> (name, object)
     while todo:
@@ -126,10 +126,10 @@ def _find_state(todo, in_objects=False):
 
 # %% ../../nbs/core/23_forward_state.ipynb #state
 class ForwardState:
-    """The state from which a forward pass of `modules` starts: random numbers, buffers, attributes …
+    """State from which a forward pass of `modules` starts: random numbers, buffers, attributes …
 
     `given`: other objects that the pass may change, such as a cache of keys and values. With
-    `copy=False`, the values of buffers are not copied, and cannot be restored.
+    `copy=False`, the values of buffers are not copied and cannot be restored.
     """
     def __init__(self, modules:Iterable, devices:Iterable|None=None, given:Iterable=(), copy:bool=True):
         self.modules = list(modules)   # the modules that run in the forward pass
@@ -202,7 +202,7 @@ def check(self:ForwardState):
 @patch
 @contextmanager
 def again(self:ForwardState):
-    "Return a context that starts a forward pass from this state and, at its end, undoes the changes"
+    "Return a context that starts a forward pass from this state and undoes the changes when it ends"
     self.check()
     before = ForwardState(self.modules, self.devices, self.given, copy=False)
     try:
@@ -220,13 +220,13 @@ def again(self:ForwardState):
 
 @patch
 def settle(self:ForwardState):
-    "After a pass, free the copies of large integer and boolean buffers that the pass has not changed"
+    "After a pass, free the copies of large integer and boolean buffers that the pass did not change"
     self.copies = {i:(b,version,copy) for i,(b,version,copy) in self.copies.items()
         if b._version!=version or b.is_floating_point() or b.numel()<1000}
 
 # %% ../../nbs/core/23_forward_state.ipynb #changed-attrs
 class ChangedAttrs:
-    "Remembers the attributes of objects, to list attributes that are set later, such as MixUp's factors"
+    "Records the attributes of objects, to list attributes that are set later, such as MixUp's factors"
     def __init__(self, objects:Iterable):
         # pairs: (an object's dict of attributes, copy of the dict)
         self.before = [(vars(o),dict(vars(o))) for o in objects]

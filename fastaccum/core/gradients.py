@@ -1,4 +1,4 @@
-"""Empty, scale and sum gradients, notice when other code changes them, and undo a failed backward pass.
+"""Empty, scale and sum gradients, detect changes by other code, and undo a failed backward pass.
 
 Docs: https://fastaccum.github.io/fastaccum/core/gradients.html.md"""
 
@@ -23,7 +23,7 @@ def empty_grads(opt:Optimizer|OptimWrapper):
     """Empty the gradients as `opt.zero_grad()` does
 
     The gradient of a frozen parameter becomes `None` if it is not zero, so that the optimizer cannot
-    apply it. Finding that out synchronizes the GPU, for each frozen parameter with a gradient.
+    apply it. This check synchronizes the GPU for each frozen parameter with a gradient.
     """
     for p in params_of(opt):
         is_frozen = not p.requires_grad
@@ -31,9 +31,9 @@ def empty_grads(opt:Optimizer|OptimWrapper):
     opt.zero_grad()
 
 def number_on(device:torch.device, n:float|torch.Tensor)->float|torch.Tensor:
-    """Move `n` to `device` if it is a tensor, since a model may be on several devices
+    """Move `n` to `device` if it is a tensor, because a model may be on several devices
 
-    A number is returned as it is.
+    A number is returned unchanged.
     """
     return n.to(device) if isinstance(n, torch.Tensor) else n
 
@@ -50,7 +50,7 @@ def in_half(params:list)->list:
     return [p for p in params if p.requires_grad and p.dtype in (torch.float16,torch.bfloat16)]
 
 def is_compiled(m:nn.Module)->bool:
-    "Whether the module is compiled, by `torch.compile` or by its own `compile`"
+    "Whether the module is compiled, with `torch.compile` or with its own `compile`"
     return type(m).__name__=='OptimizedModule' or getattr(m, '_compiled_call_impl', None) is not None
 
 # %% ../../nbs/core/06_gradients.ipynb #grad-sums
@@ -62,7 +62,7 @@ class GradSums:
 
     @property
     def in_use(self)->bool:
-        "Whether gradients are added up here, and not in the parameters' `grad`"
+        "Whether gradients are summed here instead of in the parameters' `grad`"
         return bool(self.params)
 
     def add(self, weight:float|torch.Tensor=1.):
@@ -87,10 +87,10 @@ class GradSums:
 
 # %% ../../nbs/core/06_gradients.ipynb #grad-sums-for
 def grad_sums_for(learn:Learner)->GradSums:
-    """Return a `GradSums` of all parameters, or of none if gradients can be added up in `grad`
+    """Return a `GradSums` of all parameters, or of none if gradients can be summed in `grad`
 
-    A micro-batch's share of the step usually multiplies its loss. In half precision and in compiled
-    models, it multiplies the gradients of all parameters instead, in at least float32.
+    Usually, a micro-batch's loss is multiplied by its share of the step. In half precision and in
+    compiled models, the gradients of all parameters are multiplied instead, in at least float32.
     """
     params = params_of(learn.opt)
     is_needed = bool(in_half(params)) or any(map(is_compiled, learn.model.modules()))
@@ -98,25 +98,25 @@ def grad_sums_for(learn:Learner)->GradSums:
 
 # %% ../../nbs/core/06_gradients.ipynb #check
 class GradVersions:
-    "Notes the gradients of `params`, to find out later whether they have changed"
+    "Records the version of each gradient of `params`, to detect later changes"
     def __init__(self, params:list):
         # (parameter, gradient, version number of the gradient, which a change in place increases)
         self.noted = [(p,p.grad,getattr(p.grad, '_version', None)) for p in params]
 
     def changed(self)->list:
-        "List the parameters whose gradients have been replaced or changed in place since"
+        "List the parameters whose gradients have since been replaced or changed in place"
         return [p for p,g,version in self.noted
             if p.grad is not g or getattr(g, '_version', None)!=version]
 
 class GradCheck:
-    "Finds out, once in a fit, whether gradients change between the first two micro-batches of a step"
+    "Checks, once per fit, whether gradients change between the first two micro-batches of a step"
     def __init__(self):
         # the `GradVersions` after a step's first micro-batch; `None` again once they are compared
         self.noted = None
         self.done = False   # whether gradients were compared in this fit
 
     def note(self, opt:Optimizer|OptimWrapper):
-        "Note the gradients after the first micro-batch of a step"
+        "Record the gradients after the first micro-batch of a step"
         if self.done or self.noted is not None: return
         params = [p for p in params_of(opt) if p.grad is not None]
         if params: self.noted = GradVersions(params)
@@ -129,12 +129,12 @@ class GradCheck:
         return n
 
     def forget(self):
-        "Forget the noted gradients, so that the next step is checked instead of this one"
+        "Discard the recorded gradients, so that the next step is checked instead of this one"
         self.noted = None
 
 # %% ../../nbs/core/06_gradients.ipynb #undo
 class UndoBackward:
-    "Restores the gradients from before a backward pass that failed in the middle"
+    "Restores the gradients from before a backward pass that failed midway"
     def __init__(self, params:list, empty:bool):
         self.before = GradVersions(params)   # tells later which gradients the backward pass has changed
         # Whether all gradients were zero or `None` before the backward pass, as in the first micro-batch
@@ -145,10 +145,10 @@ class UndoBackward:
     def __call__(self)->list:
         """Restore the gradients from before the backward pass, as far as possible
 
-        A gradient to which the backward pass has added in place is zeroed if it was empty before.
+        A gradient that the backward pass has added to in place is zeroed if it was empty before.
         Otherwise, it cannot be restored, and is returned in a `(parameter, gradient)` pair. It then
-        contains the complete gradient of the failed micro-batch, because PyTorch adds to the gradient of
-        a parameter once per backward pass.
+        contains the complete gradient of the failed micro-batch, because PyTorch adds to a parameter's
+        gradient once per backward pass.
         """
         added_to = []
         for p,g,version in self.before.noted:

@@ -1,4 +1,4 @@
-"""Find out what a loss depends on, from the graph of PyTorch's autograd.
+"""Find out what a loss depends on, using PyTorch's autograd graph.
 
 Docs: https://fastaccum.github.io/fastaccum/core/graph.html.md"""
 
@@ -15,7 +15,7 @@ from .batch import leaves
 
 # %% ../../nbs/core/19_graph.ipynb #graph
 def graph_nodes(roots:Iterable, until:Iterable=())->set:
-    "Collect the nodes of the graph, except for leaves, from `roots` back to the nodes of `until`"
+    "Collect the graph's nodes, except for leaves, from `roots` back to the nodes of `until`"
     todo,seen = [o for o in roots if o is not None and o not in until],set()
     while todo:
         node = todo.pop()
@@ -27,7 +27,7 @@ def graph_nodes(roots:Iterable, until:Iterable=())->set:
 def uses_batch(learn:Learner, loss_grad_fn:object)->bool:
     """Whether callbacks have added a term to the loss that depends on the batch, not only on weights
 
-    `loss_grad_fn` is the `grad_fn` of the loss before callbacks changed the loss.
+    `loss_grad_fn` is the `grad_fn` of the loss before callbacks changed it.
     """
     preds = [o.grad_fn for o in leaves(learn.pred) if isinstance(o, Tensor)]
     # If a callback changes the loss in place, PyTorch may replace its last node, `loss_grad_fn`, in the

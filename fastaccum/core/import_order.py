@@ -1,4 +1,4 @@
-"""Warn if a fit uses fastai's `GradientAccumulation` although fastaccum was imported.
+"""Warn if a fit uses fastai's `GradientAccumulation` although fastaccum is imported.
 
 Docs: https://fastaccum.github.io/fastaccum/core/import_order.html.md"""
 

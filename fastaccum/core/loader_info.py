@@ -1,4 +1,4 @@
-"""Read the batch size and length of any training loader, and make similar loaders of another batch size.
+"""Read the batch size and length of any training loader, and make similar loaders with another batch size.
 
 Docs: https://fastaccum.github.io/fastaccum/core/loader_info.html.md"""
 
@@ -25,9 +25,9 @@ from .warnings import more_link
 
 # %% ../../nbs/core/01_loader_info.ipynb #sizes
 def size_of(dl:object)->int|None:
-    """Return the batch size: the `bs` or `batch_size` of the loader, or of its batch sampler
+    """Return the batch size: the `bs` or `batch_size` of the loader or of its batch sampler
 
-    Returns `None` if neither the loader nor its batch sampler has such an attribute.
+    Returns `None` if neither has such an attribute.
     """
     for o in (dl,getattr(dl, 'batch_sampler', None)):
         for name in ('bs','batch_size'):
@@ -35,7 +35,7 @@ def size_of(dl:object)->int|None:
             if isinstance(n, Integral): return n
 
 def n_of(dl:object)->int|None:
-    "Count the samples of an epoch, including samples that `drop_last` leaves out; `None` if unknown"
+    "Count the samples of an epoch, including those that `drop_last` leaves out; `None` if unknown"
     for name in ('partial_n','n'):   # fastai's `PartialDL` yields `partial_n` of its `n` samples
         if getattr(dl, name, None) is not None: return getattr(dl, name)
     # the batch sampler comes first: a PyTorch loader with a `batch_sampler` does not use its `sampler`
@@ -43,9 +43,9 @@ def n_of(dl:object)->int|None:
         with suppress(TypeError, AttributeError): return len(attrgetter(source)(dl))
 
 def drops_last(drop_last:bool|None, dl:object)->bool:
-    """Whether the incomplete last step of an epoch is left out
+    """Whether the incomplete last step of an epoch is dropped
 
-    With `drop_last=None`, it is left out if the loader drops its incomplete last batch.
+    With `drop_last=None`, it is dropped if the loader drops its incomplete last batch.
     """
     if drop_last is not None: return drop_last
     loaders = dl,getattr(dl, 'dl', None)   # `DistributedDL` wraps another loader
@@ -54,7 +54,7 @@ def drops_last(drop_last:bool|None, dl:object)->bool:
 
 # %% ../../nbs/core/01_loader_info.ipynb #check-size
 def check_micro_batch_size(dl:object, micro_batch_size:int|None):
-    """Refuse micro-batches that are larger than the batches of a training loader
+    """Reject micro-batches that are larger than the batches of a training loader
 
     ValueError: `micro_batch_size` is larger than the loader's batch size
     """
@@ -69,7 +69,8 @@ def check_micro_batch_size(dl:object, micro_batch_size:int|None):
 def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
     """Read the sizes of a training loader: fastai's, PyTorch's, or a `DistributedDL`
 
-    ValueError: the loader does not tell its batch size, or has smaller batches than `micro_batch_size`
+    ValueError: the loader does not report its batch size, or its batches are smaller than
+        `micro_batch_size`
     """
     is_distributed = hasattr(dl, 'world_size') and hasattr(dl, 'dl')   # fastai's `DistributedDL`
     bs,n = _bs_and_n(dl.dl if is_distributed else dl, micro_batch_size)
@@ -109,7 +110,7 @@ def _bs_and_n(dl, micro_batch_size):
 def resizable(dl:object)->bool:
     """Whether a loader like `dl` can be made with another batch size
 
-    It cannot if `dl` has no batch size, because its dataset or batch sampler makes the batches.
+    It cannot if `dl` has no batch size because its dataset or batch sampler makes the batches.
     """
     bs = dl.batch_size if isinstance(dl, TorchDataLoader) else isinstance(dl, DataLoader) and dl.bs
     return bool(bs)
@@ -138,11 +139,11 @@ def samples_of(learn:Learner, b:object, bs:int|None)->int|None:
 
 # %% ../../nbs/core/01_loader_info.ipynb #batches-of
 def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
-    """Read the first `n` batches of a loader like the Learner's, whose batch size is `bs` if given
+    """Read the first `n` batches of a loader like the Learner's, with batch size `bs` if given
 
     Returns the list of batches, and the number of samples in the first batch.
 
-    ValueError: the loader has no batch, or its batches come ready-made and `bs` samples are asked for
+    ValueError: the loader has no batch, or `bs` is given but the loader's batches come ready-made
     """
     dl = learn.dls.train
     if bs is not None and not resizable(dl):
@@ -171,7 +172,7 @@ _grouping = {
 def by_batch_size(dl:object)->str:
     """Say how a loader's batch size decides which samples go together: "LMDataLoader cuts the text …"
 
-    Returns an empty string if the batch size does not decide.
+    Returns an empty string if it does not.
     """
     while dl is not None:
         for name in class_names(type(dl)) & _grouping.keys():

@@ -1,4 +1,4 @@
-"""What accumulation adds to the rows that TensorBoard and Weights & Biases log.
+"""Correct and extend the rows that TensorBoard and Weights & Biases log.
 
 Docs: https://fastaccum.github.io/fastaccum/core/log_rows.html.md"""
 
@@ -52,7 +52,7 @@ class LogRows:
 # %% ../../nbs/core/14_log_rows.ipynb #count
 @patch
 def count_rows(self:LogRows, learn:Learner, counts_rows:bool):
-    """Let `learn.train_iter` count recorded losses if `counts_rows`, and optimizer steps otherwise
+    """Make `learn.train_iter` count recorded losses if `counts_rows`, and optimizer steps otherwise
 
     Between epochs, TensorBoard and ShowGraph use `learn.train_iter` as the number of recorded losses.
     """
@@ -90,7 +90,7 @@ def before_micro_batch_row(self:LogRows, learn:Learner):
 
 @patch
 def after_step_row(self:LogRows, learn:Learner, row:dict):
-    "After a step is logged, also log the numbers in `row` and those that callbacks return from `to_log`"
+    "After a step is logged, log the numbers in `row`, and those that callbacks return from `to_log`"
     if not (self.wandb or self.tensorboard): return
     for cb in self.to_log: row = row|cb.to_log()
     row = {k:v for k,v in row.items() if v is not None}
@@ -102,7 +102,7 @@ def after_step_row(self:LogRows, learn:Learner, row:dict):
 
 @patch
 def _begin_axis(self:LogRows, recorder):
-    "Make the number of samples seen the horizontal axis of W&B's losses and metrics"
+    "Make the number of samples seen the x-axis of W&B's losses and metrics"
     wandb = sys.modules['wandb']
     self.n_seen = wandb.run.summary.get('samples', 0)
     wandb.define_metric('samples')

@@ -1,4 +1,4 @@
-"""Test, while a fit runs, whether the loss is a mean over samples, and warn if it is not.
+"""Test during a fit whether the loss is a mean over samples, and warn if it is not.
 
 Docs: https://fastaccum.github.io/fastaccum/core/loss_trials.html.md"""
 
@@ -53,7 +53,7 @@ class LossTrials:
         self.waiting = None
 
     def begin_batch(self, learn:Learner):
-        "Before callbacks get a batch of the loader, remember all attributes, to find those that change"
+        "Record all attributes before callbacks get a batch of the loader, to find those that change"
         self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()])
 
 # %% ../../nbs/core/20_loss_trials.ipynb #test-micro-batch
@@ -77,11 +77,11 @@ def test_micro_batch(self:LossTrials, learn:Learner, micro:MicroBatch, mean:Step
 # %% ../../nbs/core/20_loss_trials.ipynb #batch-to-test
 @patch
 def _batch_to_test(self:LossTrials, learn, micro):
-    """Return an object with predictions and targets like a Learner's, and the number of its samples
+    """Return an object with predictions and targets like a Learner's, and its number of samples
 
-    A micro-batch of one sample cannot be split. It waits for the next micro-batch of one sample, and
-    both are tested as one batch. While the first one waits, this method returns `None` as the batch.
-    If the two samples have different shapes, they cannot be joined, and the second one waits.
+    A micro-batch of one sample cannot be split. It waits for the next micro-batch of one sample, and the
+    two are tested as one batch. While the first one waits, this method returns `None` as the batch. If
+    the two samples have different shapes, they cannot be joined, and the second one waits.
     """
     n = n_samples(learn.yb, micro.n) or micro.n
     if n>1:
@@ -97,7 +97,7 @@ def _batch_to_test(self:LossTrials, learn, micro):
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-messages
 def _shown(off):
-    "Show the relative difference `off` of a micro-batch's loss, with two digits"
+    "Format the relative difference `off` of a micro-batch's loss, with two digits"
     if isinf(off): return 'the loss of a part is not finite'
     return f"{float(f'{100*off:.2g}'):g}% off in one micro-batch"
 
@@ -116,7 +116,7 @@ def _items(mean):
 
 @patch
 def _warn_not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
-    "Warn if the loss is not the mean of its parts' losses; returns whether it is not"
+    "Warn if the loss is not the mean of its parts' losses; return whether it is not"
     if not probed.wrong: return False
     if_pairs = f"If it compares samples with each other, {_use_cache(micro)}"
     if probed.adds_up:
@@ -136,7 +136,7 @@ def _warn_not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
 
 @patch
 def _warn_of_state(self:LossTrials, probed, learn, micro, mean)->bool:
-    "Warn of a loss function that keeps a state, such as a count, from one call to the next"
+    "Warn about a loss function that keeps state, such as a count, from one call to the next"
     if not probed.has_state: return False
     self.warn_once('loss-with-state', "your loss function returned two different values for the same "
         "predictions and targets, so it keeps something from call to call, such as a running mean. It "
@@ -147,7 +147,7 @@ def _warn_of_state(self:LossTrials, probed, learn, micro, mean)->bool:
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-not-tried
 @patch
 def _warn_of_more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
-    "Warn of a loss that gets more rows than there are samples, and could not be tested on parts"
+    "Warn about a loss that gets more rows than there are samples, and could not be tested on parts"
     if probed.off is not None or not isinstance(learn.pred, Tensor) or not learn.pred.ndim: return False
     rows = len(learn.pred)
     # in predictions of the shape (time, sample, class), as for CTC loss, a row is a point in time
@@ -161,7 +161,7 @@ def _warn_of_more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
 
 @patch
 def _warn_of_failure(self:LossTrials, probed, learn, micro, mean)->bool:
-    "Warn of a loss function that raises an error for a part of the micro-batch"
+    "Warn about a loss function that raises an error for a part of the micro-batch"
     # if the result of `loss_func` has no `grad_fn`, the model or a callback computes the real loss
     computed_by_loss_func = micro.loss_grad_fn is not None
     is_single = (n_samples(learn.yb, micro.n) or micro.n)==1
@@ -176,7 +176,7 @@ def _warn_of_failure(self:LossTrials, probed, learn, micro, mean)->bool:
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-labels
 @patch
 def _warn_of_uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
-    "If samples have different numbers of labels, warn of a loss that could not be tested on parts"
+    "If samples have different numbers of labels, warn about a loss that could not be tested on parts"
     was_warned = 'loss-not-tried' in self.warn_once.given
     may_warn = probed.off is None and mean.counter.count is samples and not was_warned
     n = n_samples(learn.yb, micro.n) or micro.n
@@ -248,9 +248,9 @@ class LossChanges:
 @patch
 @contextmanager
 def _standing_in(self:LossChanges, part):
-    """Make `part` the Learner of the callbacks within this context
+    """Within this context, make `part` the Learner of the callbacks
 
-    Callbacks get copies of their tensors; attributes set for this batch are cut to the part's rows.
+    Callbacks get copies of their tensors. Attributes set for this batch are cut to the part's rows.
     """
     def copy(o):
         is_plain_tensor = isinstance(o, Tensor) and not isinstance(o, nn.Parameter)
@@ -295,7 +295,7 @@ def try_parts(self:LossChanges, learn:Learner, counter:ItemCounter)->Probed:
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-changed
 @patch
 def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
-    "Warn if a callback's change of the loss makes the run differ from the full-batch run, or may do so"
+    "Warn if a callback's change of the loss makes, or may make, the run differ from the full-batch run"
     # fastai's own callbacks need no test: they scale the loss, or add a mean over samples (as
     # `RNNRegularizer` does), and both give the same result in micro-batches
     def is_fastais(cb): return type(cb).__module__.startswith('fastai.')

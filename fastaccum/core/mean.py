@@ -1,4 +1,4 @@
-"""Weigh each micro-batch by the number of items that its mean loss covers.
+"""Weight each micro-batch by the number of items that its loss is averaged over.
 
 Docs: https://fastaccum.github.io/fastaccum/core/mean.html.md"""
 
@@ -30,7 +30,7 @@ from .warnings import more_link
 
 # %% ../../nbs/core/05_mean.ipynb #plain-tensors
 def plain_tensor(t:torch.Tensor)->torch.Tensor:
-    "Return `t` as a plain tensor: operations on fastai's tensor classes are slow"
+    "Return `t` as a plain tensor, because operations on fastai's tensor classes are slow"
     return t if type(t) is torch.Tensor else t.as_subclass(torch.Tensor)
 
 def on_host(t:torch.Tensor)->bool:
@@ -39,7 +39,7 @@ def on_host(t:torch.Tensor)->bool:
 
 # %% ../../nbs/core/05_mean.ipynb #targets
 class TargetCounter:
-    """Counts the targets of the micro-batch that are not ignored, each with the weight of its class
+    """Counts the micro-batch's targets that are not ignored, each with the weight of its class
 
     TypeError: when called, if the target is not a tensor
     """
@@ -54,7 +54,7 @@ class TargetCounter:
         self.nan_grad = nan_grad
 
     def __call__(self, learn:Learner)->torch.Tensor|float:
-        """Count the targets in `learn.yb` that are not ignored, or add up their class weights
+        """Count the targets in `learn.yb` that are not ignored, or sum their class weights
 
         Returns a number, or a tensor with one element on the device of the targets.
         """
@@ -83,12 +83,12 @@ class TargetCounter:
         return y.numel() if self.weight is None else y.numel()*self.weight.mean().to(y.device)
 
     def _of_samples(self, y):
-        "Whether the targets are class probabilities, so that the loss is a mean over samples"
+        "Whether the targets are class probabilities, which make the loss a mean over samples"
         return self.probs and isinstance(y, torch.Tensor) and y.is_floating_point()
 
 # %% ../../nbs/core/05_mean.ipynb #find
 def find_n_items(loss_func:Callable)->Callable|None:
-    """Find out over which items `loss_func` averages: samples, or targets that are not ignored
+    """Determine which items `loss_func` averages: samples, or targets that are not ignored
 
     Returns a function of the Learner that counts the items of its micro-batch, or `None` if the loss is
     a sum.
@@ -117,8 +117,8 @@ def find_n_items(loss_func:Callable)->Callable|None:
 def _checked(size, read_tensor, loss=None):
     """Check `size`, a result of `n_items`, and return it; a tensor in CPU memory becomes a number
 
-    A tensor on a GPU is only checked if `read_tensor`, because reading it synchronizes the GPU. If the
-    `loss` of the micro-batch is given, a size of 0 is refused for a loss that is finite and not 0.
+    A tensor on a GPU is checked only if `read_tensor` is true, because reading it synchronizes the GPU.
+    If the micro-batch's `loss` is given, a size of 0 is rejected for a loss that is finite and not 0.
     """
     if isinstance(size, torch.Tensor) and size.numel()==1:
         # Return a number, because `StepMean` would copy a CPU tensor to the GPU, and this copy would
@@ -144,7 +144,7 @@ def _checked(size, read_tensor, loss=None):
     return size
 
 class ItemCounter:
-    """Counts the items of which the loss is a mean: samples, targets that are not ignored, or others
+    """Counts the items that the loss averages: samples, targets that are not ignored, or others
 
     TypeError: when called, if `n_items` does not return a number
     ValueError: when called, if `n_items` returns a number that is negative or not finite, or if its
@@ -160,7 +160,7 @@ class ItemCounter:
         self.is_checked = False
 
     def choose(self, loss_func:Callable):
-        "Choose the function that counts the items of which `loss_func` is a mean"
+        "Choose the function that counts the items that `loss_func` averages"
         if self.loss_func is loss_func: return
         self.loss_func = loss_func
         self.count = self.n_items or find_n_items(loss_func)
@@ -171,7 +171,7 @@ class ItemCounter:
         return self.count is None
 
     def __call__(self, learn:Learner, n:int, loss:torch.Tensor|None=None)->float|torch.Tensor:
-        "Return the number of items in the micro-batch of `n` samples, whose mean loss is `loss`"
+        "Return the number of items in a micro-batch of `n` samples, whose mean loss is `loss`"
         if self.count is samples: return n_samples(learn.yb, n) or n
         items = self.count(learn)
         if self.n_items is None: return items
@@ -184,15 +184,15 @@ class ItemCounter:
 class Measured(NamedTuple):
     "The numbers that `StepMean.measure` has read from a micro-batch"
     samples:int # Samples in the micro-batch
-    items:int|float|torch.Tensor # Items that the loss is a mean of; 0 if the loss is a sum
+    items:int|float|torch.Tensor # Number of items that the loss averages; 0 if the loss is a sum
     loss:torch.Tensor # Loss of the micro-batch, a 0-dim tensor without a graph
 
 # %% ../../nbs/core/05_mean.ipynb #mean
 class StepMean:
-    """The mean loss of the micro-batches of a step: over samples, or over targets that are not ignored
+    """Mean loss of a step's micro-batches: over samples, or over targets that are not ignored
 
     Call `measure` before and `add` after the backward pass of each micro-batch, and `sum_up` at the end
-    of the step. Then `loss` is the loss of the step, and `correction` a factor for its gradients.
+    of the step. Then `loss` is the loss of the step, and `correction` is a factor for its gradients.
     """
     def __init__(self, n_here:int, n_all:int, counter:ItemCounter, processes:Processes|None=None,
         last_loss:float|torch.Tensor=0.):
@@ -221,9 +221,9 @@ class StepMean:
 def measure(self:StepMean, learn:Learner, n:int)->float|torch.Tensor:
     """Return the share of a micro-batch of `n` samples in the step
 
-    The caller multiplies the loss by this share. If the loss is a sum, only the penalties that
-    callbacks have added are multiplied. If all targets are ignored, or if only the GPU knows whether
-    they are, `learn.loss` and the gradients of the predictions are made finite here.
+    The caller multiplies the loss by this share. If the loss is a sum, only the penalties added by
+    callbacks are multiplied. If all targets are ignored, or if only the GPU knows whether they are,
+    `measure` makes `learn.loss` and the gradients of the predictions finite.
     """
     self.counter.choose(learn.loss_func)
     self.is_sum = self.counter.is_sum
@@ -262,7 +262,7 @@ def add(self:StepMean, learn:Learner):
 # %% ../../nbs/core/05_mean.ipynb #mean-parts
 @patch
 def _items_if_none_ignored(self:StepMean, learn, items, n):
-    "Return the number of items that the micro-batch would have if none of its targets were ignored"
+    "Return the number of items that the micro-batch would have if no targets were ignored"
     y = learn.yb[0] if learn.yb else None
     count = self.counter.count
     if isinstance(count, TargetCounter): return count.count_all(y)
@@ -294,7 +294,7 @@ def _masked(self:StepMean, learn, items, loss):
 # %% ../../nbs/core/05_mean.ipynb #mean-end
 @patch
 def sum_up(self:StepMean):
-    "Add up the counts and losses of all processes; synchronizes the GPU if there are several processes"
+    "Sum the counts and losses of all processes; synchronizes the GPU if there are several processes"
     if self.processes is None or self.processes.n==1: return
     has_sum = self.is_sum is True   # `is_sum` is `None` if this process has no samples in the step
     own = self.items,self.losses,self.samples,int(has_sum)
@@ -308,9 +308,9 @@ def sum_up(self:StepMean):
 
 @patch(as_prop=True)
 def loss(self:StepMean)->torch.Tensor:
-    """The mean loss of the step so far, or the sum if the loss is a sum
+    """Mean loss of the step so far, or its sum if the loss is a sum
 
-    It is `last_loss` if all targets are ignored.
+    If all targets are ignored, this is `last_loss`.
     """
     if self.is_sum: return self.losses
     if isinstance(self.items, torch.Tensor):
@@ -320,7 +320,7 @@ def loss(self:StepMean)->torch.Tensor:
 
 @patch(as_prop=True)
 def correction(self:StepMean)->float|torch.Tensor:
-    "Return the factor for the gradients that replaces the expected number of items by the counted one"
+    "Return the factor for the gradients that replaces the expected number of items with the actual one"
     if self.is_sum: return 1.
     # if `expected` is `None`, this process had no samples and has no gradients: any factor will do
     expected = 1. if self.expected is None else self.expected
@@ -329,14 +329,14 @@ def correction(self:StepMean)->float|torch.Tensor:
 
 # %% ../../nbs/core/05_mean.ipynb #kept
 class KeptLosses:
-    "Averages over a step the attributes of the loss function that fastai's `LossMetric` reads"
+    "Averages, over a step, the loss function's attributes that fastai's `LossMetric` reads"
     def __init__(self, learn:Learner):
         self.names = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}
         # name of an attribute -> (sum over micro-batches of value times samples, sum of samples)
         self.sums = {}
 
     def note(self, learn:Learner, n:int):
-        "Add the values that the attributes have after a micro-batch of `n` samples to the sums"
+        "Add the attributes' values after a micro-batch of `n` samples to the sums"
         for name in self.names:
             o = getattr(learn.loss_func, name, None)
             total,count = self.sums.get(name, (0,0))
@@ -356,8 +356,8 @@ class KeptLosses:
 def join_outputs(learn:Learner, outs:list):
     """Give the Learner the predictions and the loss of the whole batch
 
-    `outs` has a tuple for each part: number of samples, predictions, loss, and number of items that the
-    loss averages, which is `None` if the loss is a sum.
+    `outs` has a tuple for each part: number of samples, predictions, loss, and the number of items that
+    the loss averages, or `None` if the loss is a sum.
     """
     ns,preds,losses,items = zip(*outs)
     learn.pred = join(preds, ns)

@@ -1,4 +1,4 @@
-"""Split the Learner's batch into micro-batches, and split it further if memory runs out.
+"""Split the Learner's batch into micro-batches, and into smaller ones if memory runs out.
 
 Docs: https://fastaccum.github.io/fastaccum/core/micro_batches.html.md"""
 
@@ -45,7 +45,7 @@ class HiddenRows:
             m.bs = stop-start
 
     def keep(self):
-        "Keep the hidden state after a micro-batch"
+        "Save the hidden state after a micro-batch"
         self.parts.append([m.hidden for m in self.rnns])
 
     def restore(self):
@@ -77,11 +77,11 @@ class Division:
         return x[start:stop]
 
     def in_order(self, x:torch.Tensor)->torch.Tensor:
-        "Put rows into the order of the batch: `x` has the rows of one micro-batch after the other"
+        "Put rows into the order of the batch; `x` has the rows of one micro-batch after the other"
         return x
 
     def end_of(self, start:int, end:int, max_samples:int|None)->int:
-        """Return where the micro-batch that begins with row `start` ends: the row after its last row
+        """Return the end of the micro-batch that starts at row `start`: the row after its last row
 
         The micro-batch has at most `max_samples` rows, and ends at the row `end` or before.
         """
@@ -91,7 +91,7 @@ class Division:
         """Divide the rows from `start` up to `end` into micro-batches of at most `max_samples` rows
 
         Returns pairs `(start, stop)`: the first row of a micro-batch, and the row after its last row.
-        Without `start` and `end`, it divides the whole batch.
+        Without `start` and `end`, the whole batch is divided.
         """
         res,end = [],self.n if end is None else end
         while start<end:
@@ -106,7 +106,7 @@ class Division:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #parts
 class BatchParts:
-    "Splits the Learner's batch of `n` rows, as `before_batch` has left it, into parts: micro-batches"
+    "Splits the Learner's batch of `n` rows into micro-batches (parts) after `before_batch`"
     def __init__(self, learn:Learner, n:int, changed:ChangedAttrs, division:Division=None):
         self.learn,self.n = learn,n
         self.division = division or Division(n)
@@ -124,7 +124,7 @@ class BatchParts:
         """Return the inputs and targets of the rows from `start` up to, but not including, `stop`
 
         TypeError: the user's `split` does not return the parts of a batch
-        ValueError: the user's `split` returns targets with another number of rows
+        ValueError: the user's `split` returns targets with a different number of rows
         """
         xb,yb = self.whole
         b = self.division.part((*xb,*yb), start, stop)
@@ -157,7 +157,7 @@ class BatchParts:
 # %% ../../nbs/core/12_micro_batches.ipynb #remembers
 @torch.no_grad()
 def _run_parts(parts, state, bounds):
-    """Run parts of the batch one after the other, beginning with `state`
+    """Run parts of the batch one by one, starting from `state`
 
     Returns the model's outputs for the last part.
     """
@@ -184,9 +184,9 @@ def remembers(parts:BatchParts)->bool:
     return not all(map(is_close, alone, after))
 
 def is_close(x:torch.Tensor, y:torch.Tensor, tol:float|None=None)->bool:
-    """Whether two tensors are equal except for rounding, relative to the largest value
+    """Whether two tensors are equal up to rounding error, relative to the largest value
 
-    GPU kernels with atomic operations add in another order each time, so two runs are rounded
+    GPU kernels with atomic operations add in a different order each time, so two runs are rounded
     differently. The comparison synchronizes the GPU once.
     """
     if x.shape!=y.shape: return False
@@ -212,11 +212,11 @@ class MicroBatchLimit:
         self.max_valid = None   # maximum samples in a micro-batch in validation; `None`: no limit
 
     def max_samples(self, training:bool)->int|None:
-        "Return the maximum samples in a micro-batch in training or validation; `None`: no limit"
+        "Return the maximum samples in a micro-batch in training or validation; `None` means no limit"
         return self.max_train if training else self.max_valid
 
     def capped(self, n:int|None):
-        "Return a copy with at most `n` samples in a micro-batch in training, and no failure to report"
+        "Return a copy with at most `n` samples per micro-batch in training, and no failure to report"
         res = copy(self)
         res.forget_failure()
         res.max_train,res.max_valid = n,None
@@ -232,7 +232,7 @@ class MicroBatchLimit:
 
     def attempt(self, n:int, training:bool, run:Callable, undo:Callable,
         may_retry:Callable=lambda: True)->bool:
-        """Call `run()` for `n` samples, and return whether memory was enough
+        """Call `run()` for `n` samples, and return whether there was enough memory
 
         If not, `undo()` has restored the state from before `run()`. `may_retry()` returns False once the
         effects of `run()` cannot be undone.
@@ -266,7 +266,8 @@ class AutoSize(MicroBatchLimit):
     why_uneven = 'a process whose memory runs out repeats a micro-batch'
     words = 'split where memory runs out'
     def __init__(self,
-        split:Callable=split # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
+        # `f(batch, start, stop, n)` returns samples `start` to `stop` of the `n` in `batch`
+        split:Callable=split
     ):
         super().__init__(split)
         # (samples in the micro-batch, error message) of the first time that memory ran out since
@@ -281,9 +282,9 @@ class AutoSize(MicroBatchLimit):
 @patch
 def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
     may_retry:Callable=lambda: True)->bool:
-    """Call `run()` for `n` samples; if memory runs out, call `undo()`, and take fewer samples next
+    """Call `run()` for `n` samples; if memory runs out, call `undo()` and use fewer samples from then on
 
-    Returns whether memory was enough. If not `may_retry()`, the error of `run` is raised.
+    Returns whether there was enough memory. If `may_retry()` is false, the error of `run` is raised.
 
     OutOfMemoryError: memory ran out with the smallest micro-batch
     """
@@ -328,7 +329,7 @@ def read_micro_batch_size(o:int|str|MicroBatchLimit, split:Callable=split)->Micr
 
     `split` cuts samples out of a batch; a `MicroBatchLimit` has its own `split`.
 
-    TypeError: `o` is neither 'auto', nor a `MicroBatchLimit`, nor a whole number
+    TypeError: `o` is not 'auto', a `MicroBatchLimit` or a whole number
     ValueError: `o` is below 1
     """
     if isinstance(o, MicroBatchLimit): return o
@@ -338,7 +339,7 @@ def read_micro_batch_size(o:int|str|MicroBatchLimit, split:Callable=split)->Micr
 
 # %% ../../nbs/core/12_micro_batches.ipynb #micro
 class MicroBatch:
-    "A record of a micro-batch of `n` samples while it runs"
+    "Data of a micro-batch of `n` samples while it runs"
     def __init__(self, n:int, start:int=0, stop:int=0):
         self.n = n              # number of samples
         self.start = start      # first row of the micro-batch, if the batch is split
@@ -356,7 +357,7 @@ class MicroBatch:
 
 @contextmanager
 def explain_split(k:int, n:int):
-    "Append to the message of an error that a batch of `n` samples was split into micro-batches of `k`"
+    "Append to an error's message that a batch of `n` samples was split into micro-batches of `k`"
     try: yield
     except Exception as e:
         is_split = k<n
@@ -369,7 +370,7 @@ def explain_split(k:int, n:int):
 
 # %% ../../nbs/core/12_micro_batches.ipynb #failed
 class Failed(NamedTuple):
-    "A micro-batch for which memory ran out, kept until all of its samples have run again"
+    "A micro-batch that ran out of memory, kept until all of its samples have run again"
     stop:int   # The row after the last row of the micro-batch
     # (parameter, gradient) pairs of the gradients that were complete when memory ran out. They cover all
     # samples of the micro-batch, so a repeated run must not add to them again.
@@ -391,14 +392,14 @@ class Retries:
         limit.forget_failure()
 
     def end_of(self, start:int, division:Division)->int:
-        "Return where the micro-batch from row `start` ends: at or before the end of the last failed one"
+        "Return the end of the micro-batch from row `start`: at or before the end of the last failed one"
         end = self.unfinished[-1].stop if self.unfinished else division.n
         return division.end_of(start, end, self.limit.max_samples(self.training))
 
     def attempt(self, run:Callable, micro:MicroBatch, first:bool)->bool:
         """Call `run()`, which runs the micro-batch `micro`; if memory runs out, undo it
 
-        `first`: no micro-batch of the step has run yet. Returns whether memory was enough.
+        `first`: no micro-batch of the step has run yet. Returns whether there was enough memory.
         """
         if not self.limit.shrinks:
             run()

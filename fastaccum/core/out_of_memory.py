@@ -1,4 +1,4 @@
-"""Recognize errors of memory, name a remedy, free memory, and measure its peak.
+"""Detect out-of-memory errors, suggest a fix, free memory, and measure peak usage.
 
 Docs: https://fastaccum.github.io/fastaccum/core/out_of_memory.html.md"""
 
@@ -71,7 +71,7 @@ def call_unsplit(part:str, f:Callable, *args:object):
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #free
 def free_memory():
-    "Collect garbage, and give the memory that PyTorch caches back to the device or the system"
+    "Collect garbage, and return the memory that PyTorch caches to the device or the system"
     gc.collect()
     # on Linux with glibc, `malloc_trim` gives freed memory back; elsewhere, the function does not exist
     with suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)

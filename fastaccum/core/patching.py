@@ -1,4 +1,4 @@
-"""Replace a method of another object during a fit, and put it back however the fit ends.
+"""Replace a method of another object during a fit, and restore it however the fit ends.
 
 Docs: https://fastaccum.github.io/fastaccum/core/patching.html.md"""
 
@@ -24,7 +24,7 @@ def uninterrupted(f:Callable):
 
 # %% ../../nbs/core/16_patching.ipynb #patch
 class Patch:
-    "Replaces the method `name` of the object `o` by the function `f`, from `apply` until `undo`"
+    "Replaces the method `name` of the object `o` with the function `f`, from `apply` until `undo`"
     def __init__(self, o:object, name:str, f:Callable):
         self.o = o
         self.name = name
@@ -51,7 +51,7 @@ class Patch:
 
 # %% ../../nbs/core/16_patching.ipynb #callbacks
 class QuietCallback(Callback):
-    "A callback that may set attributes without fastai's warning that the Learner has them, too"
+    "A callback that may set attributes without fastai's warning that the Learner has them too"
     def __setattr__(self, name, value): object.__setattr__(self, name, value)
 
     @property
@@ -60,7 +60,7 @@ class QuietCallback(Callback):
         return self.learn.lock.locked()
 
 class PatchingCallback(QuietCallback):
-    "Calls `undo_patches` when the fit ends, or the callback is switched off or removed from the Learner"
+    "Calls `undo_patches` when the fit ends, or when the callback is switched off or removed"
     def undo_patches(self): "Undo all changes that this callback has made; may be called more than once"
 
     def after_fit(self):

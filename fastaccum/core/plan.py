@@ -1,4 +1,4 @@
-"""Plan a training run: how many steps each epoch has, and how many samples are in each step.
+"""Plan a training run: the number of steps in each epoch, and the number of samples in each step.
 
 Docs: https://fastaccum.github.io/fastaccum/core/plan.html.md"""
 
@@ -22,13 +22,13 @@ def round_up(accum_bs:int, micro_bs:int)->int:
 
 # %% ../../nbs/core/00_plan.ipynb #position
 class Position(NamedTuple):
-    "Where in training a step begins"
-    epoch:int # The epoch, counted from 0
-    step:int # The number of steps taken before this one, in all epochs
-    pct:float # Share of the fit's samples in earlier steps: 0 at the start of training, 1 at its end
+    "Position in training at which a step begins"
+    epoch:int # Epoch, counted from 0
+    step:int # Number of earlier steps, in all epochs
+    pct:float # Fraction of the fit's samples in earlier steps: 0 when training starts, 1 when it ends
 
 class LoaderSizes(NamedTuple):
-    "The sizes of the training loader of one process"
+    "Sizes of one process's training loader"
     bs:int # Samples in a batch
     n:int # Samples that the loader yields in an epoch
     micro_bs:int # Samples in a micro-batch: fewer than `bs` if batches are split
@@ -36,13 +36,13 @@ class LoaderSizes(NamedTuple):
 
     @property
     def unit(self)->int:
-        "Return the samples of which a complete step is a multiple: `bs`, or 1 if batches are split"
+        "Return the number that a complete step is a multiple of: `bs`, or 1 if batches are split"
         return self.bs if self.micro_bs==self.bs else 1
 
 class PlannedStep(NamedTuple):
-    "The sizes of one planned step, in samples"
+    "Sizes of one planned step, in samples"
     sizes:tuple # Samples that each process trains on in this step
-    full:int # Samples of a complete step, over all processes; in whole batches unless they are split
+    full:int # Samples in a complete step, over all processes; in whole batches unless they are split
     wanted_here:int # Samples after which a process ends the step: its part of the effective batch size
 
 # %% ../../nbs/core/00_plan.ipynb #equal
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def has_schedule(self)->bool:
-        "Whether the size of a step depends on its position"
+        "Whether the effective batch size depends on the position in training"
         return callable(self.accum_bs)
 
     @property
@@ -107,12 +107,12 @@ class Plan:
 
     @property
     def dropped(self)->int:
-        "Count the samples of an epoch that the loaders drop with their incomplete last batches"
+        "Count the samples that the loaders drop from an epoch with their incomplete last batches"
         return sum(dl.dropped for dl in self.loaders)
 
     @property
     def n_all(self)->int:
-        "Count the samples of an epoch, including samples that the loaders drop"
+        "Count the samples of an epoch, including those that the loaders drop"
         return self.n+self.dropped
 
 # %% ../../nbs/core/00_plan.ipynb #plan-epochs
@@ -125,8 +125,8 @@ def full_sizes(self:Plan, accum_bs:int)->list:
 def accum_bs_at(self:Plan, epoch:int, step:int=0, done:float=0.)->int:
     """Return the effective batch size of a step, in samples over all processes
 
-    `step` is the number of earlier steps in all epochs, and `done` the fraction of the samples of
-    this epoch that are in earlier steps.
+    `step` is the number of earlier steps in all epochs, and `done` is the fraction of this epoch's
+    samples that are in earlier steps.
     """
     if not self.has_schedule: return self.accum_bs
     return self.accum_bs(Position(epoch, step, min((epoch+done)/max(1, self.n_epoch), 1.)))
@@ -163,7 +163,7 @@ def _equal_steps(self:Plan):
 
 @patch
 def _walk(self:Plan, i):
-    "With a schedule, yield the steps of epoch `i`: the size of a step depends on all steps before it"
+    "Yield the steps of epoch `i` with a schedule: each step's size depends on all steps before it"
     done = [0]*len(self.loaders)   # samples of each process in the earlier steps of this epoch
     step = self.steps_before(i)
     keep_incomplete = not self.drop_last
@@ -251,7 +251,7 @@ def _micro_batch_words(self:Plan, first, last):
 # %% ../../nbs/core/00_plan.ipynb #summary
 @patch
 def _number_words(self:Plan, full):
-    "Say how many steps there are, and how many of them have fewer than `full` samples"
+    "State the number of steps, and how many of them have fewer than `full` samples"
     if self.has_schedule:
         return f"{count_of(sum(self.steps), 'step')} in {count_of(self.n_epoch, 'epoch')}"
     runs = _runs(self.epoch(0))
@@ -265,7 +265,7 @@ def _number_words(self:Plan, full):
 
 @patch(as_prop=True)
 def summary(self:Plan)->str:
-    "Describe the plan in one line: size, micro-batches and number of steps, and the samples left out"
+    "Describe the plan in one line: size and number of steps, micro-batches, and samples left out"
     first,last = self._size_range()
     micro_batches = self._micro_batch_words(first, last)
     asked_for = self.accum_bs_at(0)
@@ -281,7 +281,7 @@ def summary(self:Plan)->str:
 
 # %% ../../nbs/core/00_plan.ipynb #repr
 def _listed(runs):
-    "Describe `runs`, such as '2 steps of 8, 1 step of 6 samples'; sums up more than three runs"
+    "Describe `runs`, as in '2 steps of 8, 1 step of 6 samples'; more than three runs are summarized"
     if not runs: return 'no step'
     counts = [(count_of(n, 'step'),size) for n,size in runs]
     if len(runs)>3:
@@ -291,7 +291,7 @@ def _listed(runs):
 
 @patch
 def __repr__(self:Plan):
-    "Show the summary, then the steps of each epoch; consecutive epochs with equal steps share a line"
+    "Show the summary and the steps of each epoch; consecutive epochs with equal steps share a line"
     epochs = [_runs(self.epoch(i)) for i in range(self.n_epoch)]
     lines,first = [self.summary],0
     for runs,alike in groupby(epochs):
@@ -304,15 +304,15 @@ def __repr__(self:Plan):
 # %% ../../nbs/core/00_plan.ipynb #check
 @patch
 def check(self:Plan,
-    warns:bool=True, # Whether to give warnings: `False` on all processes but one
-    size_name:str='accum_bs' # Name, in messages, of the argument that sets the effective batch size
+    warns:bool=True, # Whether to give warnings; `False` on all processes but one
+    size_name:str='accum_bs' # Name, for messages, of the argument that sets the effective batch size
 ):
-    """Raise an error for an epoch without a step, and warn of step sizes that are probably not intended
+    """Raise an error if an epoch has no step, and warn if the steps' sizes are probably not intended
 
     ValueError: with `drop_last=True`, an epoch has too few samples for a step
     UserWarning: an epoch has too few samples for a complete step, or loses a tenth of its samples
         because incomplete steps are dropped; a micro-batch is larger than a step, or steps on several
-        processes are larger than asked for
+        processes are larger than requested
     """
     if self.drop_last or self.never_empty: self._check_filled(warns, size_name)
     if not warns: return
@@ -351,7 +351,7 @@ def _check_filled(self:Plan, warns, size_name):
 # %% ../../nbs/core/00_plan.ipynb #warn-left-out
 @patch
 def _warn_left_out(self:Plan):
-    "Warn if incomplete steps, which the user has not asked to drop, have a tenth of the samples or more"
+    "Warn if a tenth of the samples or more is in incomplete steps that the user did not ask to drop"
     left_out = [self.left_out(i) for i in self._different_epochs()]
     # Count only the samples in dropped steps: `drop_last=False`, which the warning recommends, does not
     # bring back the samples that the loaders themselves drop.

@@ -1,4 +1,4 @@
-"""Find out whether the loss of a micro-batch is the mean of its parts' losses.
+"""Test whether the loss of a micro-batch is the mean of its parts' losses.
 
 Docs: https://fastaccum.github.io/fastaccum/core/probe.html.md"""
 
@@ -23,17 +23,17 @@ from .forward_state import ForwardState, rng_state
 
 # %% ../../nbs/core/10_probe.ipynb #probed
 class Probed(NamedTuple):
-    "The result of comparing the loss of a micro-batch with the losses of two parts of its samples"
+    "Result of comparing the loss of a micro-batch with the losses of two parts of its samples"
     off:float|None # Relative difference between the loss and the mean of the parts' losses, if known
     reason:str='' # Why `off` is unknown
-    tol:float=2e-5 # The largest `off` that counts as rounding
+    tol:float=2e-5 # Largest `off` that counts as rounding error
     raised:bool=False # Whether the loss function cannot be called with a part of the samples
     has_state:bool=False # Whether a second call with the same samples returned another loss
     adds_up:bool=False # Whether the loss is the sum of its parts' losses instead of their mean
 
     @property
     def wrong(self)->bool:
-        "Whether the difference is larger than rounding explains"
+        "Whether the difference is larger than rounding error"
         return self.off is not None and self.off>self.tol
 
 # dtype of a loss in half precision -> the largest relative difference that counts as rounding
@@ -102,8 +102,8 @@ class _Pair(SimpleNamespace):
 def pair(previous:tuple|None, learn:Learner)->tuple:
     """Join a micro-batch of one sample with a `previous` micro-batch of one sample of the same shape
 
-    Returns a stand-in for the Learner with both samples, or `None` if they cannot be joined; and the
-    value of `previous` for the next call.
+    Returns two values: a stand-in for the Learner with both samples, or `None` if they cannot be joined;
+    and the value to pass as `previous` in the next call.
     """
     pred = learn.pred
     preds = values(pred) if isinstance(pred, tuple) or is_mapping(pred) else (pred,)
@@ -120,7 +120,7 @@ def pair(previous:tuple|None, learn:Learner)->tuple:
 
 # %% ../../nbs/core/10_probe.ipynb #probe
 def _to_numbers(xs):
-    "Replace the tensors in `xs`, which have one element each, by numbers; synchronizes the GPU once"
+    "Replace the tensors in `xs`, which have one element each, with numbers; synchronizes the GPU once"
     tensors = [o for o in xs if isinstance(o, torch.Tensor)]
     device,dtype = tensors[0].device,torch.promote_types(tensors[0].dtype, torch.float32)
     stacked = torch.stack([o.as_subclass(torch.Tensor).reshape(()).to(device, dtype) for o in tensors])
@@ -161,7 +161,7 @@ class _LossError(Exception):
     "An error in the loss function, or the reason why it cannot be given a part of the samples"
 
 def _loss_and_size(part, m, counter, devices, change):
-    "Compute the loss of the `m` samples of `part`, and the number of items that the loss is a mean of"
+    "Compute the loss of the `m` samples of `part`, and the number of items that the loss averages"
     before = rng_state(devices)
     try:
         loss = part.loss_func(part.pred, *part.yb)
@@ -210,7 +210,7 @@ def _compare_parts(learn, loss_func, n, counter, devices, change):
 
 # %% ../../nbs/core/10_probe.ipynb #probe-all
 def _copy_loss(f, *kept):
-    """Copy a loss function that is a module, so that tests do not change it; return others as they are
+    """Copy a loss function that is a module, so that tests do not change it; return others unchanged
 
     The copy shares the objects `kept`, such as the Learner, with the original.
     """
@@ -227,9 +227,9 @@ def _copy_loss(f, *kept):
 def probe(learn:Learner, n:int, counter:Callable, change:Callable|None=None)->Probed:
     """Compare the loss of a micro-batch of `n` samples with the mean of the losses of two unequal parts
 
-    `counter`, an `ItemCounter`, counts the items of which the loss should be a mean. If the loss is a
-    sum, it is compared with the sum of the losses. `change(part, loss)` returns the loss of a `Part` as
-    callbacks change it. Without `change`, the loss function's value is compared.
+    `counter`, an `ItemCounter`, counts the items that the loss should average. If the loss is a sum, it
+    is compared with the sum of the losses. `change(part, loss)` returns the loss of a `Part` as changed
+    by callbacks. Without `change`, the loss function's value is compared.
     """
     if n<2: return Probed(None, 'the micro-batch has one sample')
     model = getattr(learn, 'model', nn.Identity())

@@ -1,4 +1,4 @@
-"""Refuse settings that several processes cannot train with, before any weight changes.
+"""Reject settings that multi-process training does not support, before any weights are updated.
 
 Docs: https://fastaccum.github.io/fastaccum/core/process_checks.html.md"""
 
@@ -19,7 +19,7 @@ from .warnings import WarnOnce, more_link
 
 # %% ../../nbs/core/17_process_checks.ipynb #checks
 def per_micro_batch_comms(model:nn.Module, log_steps:bool, train_metrics:bool)->list:
-    "Name the features for which processes communicate in every micro-batch"
+    "List the names of the features for which processes communicate in every micro-batch"
     res = []
     if not log_steps: res.append('`log_accum_batch=False`')
     if any(isinstance(o, nn.SyncBatchNorm) for o in model.modules()): res.append('SyncBatchNorm')
@@ -27,7 +27,7 @@ def per_micro_batch_comms(model:nn.Module, log_steps:bool, train_metrics:bool)->
     return res
 
 def check_loaders(loaders:list, comms:list):
-    """Refuse loaders with which processes cannot take steps together
+    """Reject loaders with which processes cannot take steps together
 
     `loaders`: the `LoaderSizes` of each process; `comms`: the features from `per_micro_batch_comms`.
 
@@ -48,7 +48,7 @@ def check_loaders(loaders:list, comms:list):
 
 # %% ../../nbs/core/17_process_checks.ipynb #processes
 def check_wrapped(model:nn.Module):
-    """Refuse a model whose DDP wrapper cannot delay the exchange of gradients to the end of a step
+    """Reject a model whose DDP wrapper cannot postpone the exchange of gradients to the end of a step
 
     ValueError: there are several processes, and DDP with `static_graph=True`
     """
@@ -67,7 +67,7 @@ def warn_comm_hooks(processes:Processes, warn_once:WarnOnce):
             "right; to avoid this warning, leave out `register_comm_hook`")
 
 def check_processes(processes:Processes, comms:list, limit:MicroBatchLimit|None, warn_once:WarnOnce):
-    """Refuse settings that do not work on several processes
+    """Reject settings that do not work on several processes
 
     ValueError: `limit` may split batches differently in each process, and there are `comms`
     UserWarning: DDP has a communication hook
@@ -83,7 +83,7 @@ def check_processes(processes:Processes, comms:list, limit:MicroBatchLimit|None,
 
 # %% ../../nbs/core/17_process_checks.ipynb #left-out
 def check_left_out(processes:Processes, comms:list, is_left_out:bool):
-    """Refuse a micro-batch that is cancelled on some processes only; all processes call this function
+    """Reject a micro-batch that is cancelled on only some processes; all processes call this function
 
     Synchronizes the GPU if there are `comms`.
 
@@ -99,7 +99,7 @@ def check_left_out(processes:Processes, comms:list, is_left_out:bool):
 
 # %% ../../nbs/core/17_process_checks.ipynb #search
 def check_search(learn:Learner, name:str, why:str, to_do:str):
-    """Refuse to run the method `name` in several processes, or on a training loader without batches
+    """Reject running the method `name` in several processes, or on a training loader without batches
 
     `why`: why the method works in one process only. `to_do`: what the method does with a batch, as a
     verb, such as 'check'.

@@ -1,4 +1,4 @@
-"""Run one call of a model in micro-batches, first for the predictions and later for the gradients.
+"""Run a model call in micro-batches, first for the predictions and later for the gradients.
 
 Docs: https://fastaccum.github.io/fastaccum/core/replay.html.md"""
 
@@ -50,7 +50,7 @@ def _is_equal(x, y):
     return x is y or is_plain and x==y
 
 def _join_outputs(xs, ns, has_rows):
-    "Join the outputs `xs` of micro-batches of `ns` samples to the output of the whole batch"
+    "Join the outputs `xs` of micro-batches of `ns` samples into the output of the whole batch"
     last = xs[-1]
     if has_rows:
         for x,n in zip(xs, ns):
@@ -108,7 +108,7 @@ class ReplayedForward:
 # %% ../../nbs/core/29_replay.ipynb #run-part
 @patch(as_prop=True)
 def max_samples(self:ReplayedForward)->int:
-    "The most samples in a micro-batch; falls when memory runs out"
+    "Maximum samples in a micro-batch; decreases when memory runs out"
     return self.cb.limit.max_samples(self.training) or self.n
 
 @patch(as_prop=True)
@@ -142,7 +142,7 @@ def no_sync(self:ReplayedForward):
 # %% ../../nbs/core/29_replay.ipynb #forward
 @patch
 def forward(self:ReplayedForward):
-    "Run all micro-batches; returns the joined predictions, which are one node of the graph"
+    "Run all micro-batches; return the joined predictions, which are one node of the graph"
     self.exchanges = [m for m in self.ddps if self.learns and m.require_backward_grad_sync]
     # DDP would synchronize buffers in the forward pass of each micro-batch. Synchronize them once, and
     # before the states of micro-batches are saved, because these states contain the buffers.
@@ -167,7 +167,7 @@ def forward(self:ReplayedForward):
 # %% ../../nbs/core/29_replay.ipynb #run-all
 @patch
 def _run_all(self:ReplayedForward):
-    "Run all micro-batches, with sizes halved until memory is enough; returns the outputs of each"
+    "Run all micro-batches, halving their size until memory is enough; return the outputs of each"
     while True:
         self.bounds = self.division.bounds(self.max_samples)
         self.states = []
@@ -199,9 +199,10 @@ def _run_once(self:ReplayedForward, outs):
 # %% ../../nbs/core/29_replay.ipynb #find-rows
 @patch
 def which_have_rows(self:ReplayedForward, outs:list, n:int):
-    """For each output of a micro-batch of `n` samples, find out whether it has a row for each sample
+    """Find out which outputs of a micro-batch of `n` samples have a row for each sample
 
-    The model runs again with another number of samples, once per fit for training and for evaluation.
+    The model runs again with a different number of samples, once per fit for training and for
+    evaluation.
     """
     if n==self.n: return [False]*len(outs)   # a single micro-batch: there is nothing to join
     training = self.model.training
@@ -224,7 +225,7 @@ def which_have_rows(self:ReplayedForward, outs:list, n:int):
 # %% ../../nbs/core/29_replay.ipynb #with-node
 @patch
 def _with_node(self:ReplayedForward, res, flat):
-    "Attach the joined outputs `res` to one node of autograd's graph, if any of them needs a gradient"
+    "Attach the joined outputs `res` to one node of autograd's graph if any of them needs a gradient"
     self.needs = [isinstance(x, torch.Tensor) and x.requires_grad for x in flat[-1]]
     if not any(self.needs): return res
     self.last_outs = flat[-1]
@@ -262,10 +263,10 @@ class _Predictions(Function):
 # %% ../../nbs/core/29_replay.ipynb #backward
 @patch
 def backward(self:ReplayedForward, grads:Iterator)->list:
-    """Back-propagate `grads`, the gradients of the predictions; returns the gradients of the inputs
+    """Back-propagate `grads`, the gradients of the predictions, and return the gradients of the inputs
 
-    RuntimeError: the backward pass has run before, or an input or a parameter was changed in place since
-        the forward pass
+    RuntimeError: the backward pass has already run, or an input or a parameter was changed in place
+        since the forward pass
     """
     if self.is_done:
         raise RuntimeError("the predictions were back-propagated twice, which `GradientCache` cannot "
@@ -308,7 +309,7 @@ def _replay_all(self:ReplayedForward, grads):
 
 @patch
 def _drop_grads(self:ReplayedForward):
-    "Drop the gradients of a micro-batch whose backward pass has failed"
+    "Drop the gradients of a micro-batch whose backward pass failed"
     for p in self.sums.params: p.grad = None
 
 # %% ../../nbs/core/29_replay.ipynb #replay-one
@@ -350,9 +351,9 @@ def _exchange(self:ReplayedForward, ddp):
 
 @patch
 def _compare(self:ReplayedForward, outs):
-    """Warn if a micro-batch that runs again has other outputs than in the forward pass
+    """Warn if a micro-batch that runs again has different outputs than in the forward pass
 
-    It is called once per fit, and synchronizes the GPU.
+    Called once per fit; synchronizes the GPU.
     """
     first = self.first_outs
     self.first_outs = None

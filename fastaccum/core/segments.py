@@ -1,4 +1,4 @@
-"""Find the segments of a model whose activations are computed again in the backward pass.
+"""Find the segments of a model whose activations are recomputed in the backward pass.
 
 Docs: https://fastaccum.github.io/fastaccum/core/segments.html.md"""
 
@@ -19,7 +19,7 @@ from .warnings import more_link
 # %% ../../nbs/core/24_segments.ipynb #segment
 @dataclass
 class Segment:
-    "A part of a model whose activations can be computed again in the backward pass"
+    "A part of a model whose activations can be recomputed in the backward pass"
     name:str # As in `named_modules`; '0[:4]' means the first four children of the Sequential '0'
     modules:list # The only module of the segment, or several consecutive children of `seq`
     seq:nn.Sequential|None=None # The Sequential that runs `modules`; `None` if they are one module
@@ -82,7 +82,7 @@ def _child_name(name, key): return f'{name}.{key}'.lstrip('.')
 def _cut_run(seq, name, start, stop, finely):
     """Yield the segments of a run of layers: a sequence's children from `start` up to `stop`, exclusive
 
-    If `finely`, each layer with weights begins a segment.
+    If `finely` is true, each layer with weights starts a segment.
     """
     children = list(seq)
     sizes = [_n_layers(o) for o in children[start:stop]]
@@ -103,7 +103,7 @@ def _cut_run(seq, name, start, stop, finely):
         else: yield Segment(f"{name}[{a or ''}:{b if b<len(children) else ''}]", part, seq)
 
 def _cut_sequence(seq, name, counts, finely=False):
-    "Yield the segments of a sequence: cut its runs of layers (`_is_plain`), search the other children"
+    "Yield a sequence's segments: cut its runs of layers (`_is_plain`), and search the other children"
     start = 0
     for is_plain,group in groupby(seq, _is_plain):
         children = list(group)
@@ -127,7 +127,7 @@ def _segments_of_children(m, name, counts):
     for key,child in m.named_children(): yield from _segments_of(child, _child_name(name, key), counts)
 
 def _segments_of_model(model):
-    "List the segments of `model`; cuts a segment of the whole model, which would save no memory"
+    "List the segments of `model`; cut a segment of the whole model, because it would save no memory"
     counts = Counter(map(type, model.modules()))
     params = set(model.parameters())
     res = list(_segments_of(model, '', counts))
@@ -143,14 +143,14 @@ def _segments_of_model(model):
 
 # %% ../../nbs/core/24_segments.ipynb #given
 def _outermost(m, matches, name=''):
-    "Yield the outermost modules inside of `m` that match, as segments"
+    "Yield the outermost matching modules inside `m` as segments"
     for key,child in m.named_children():
         child_name = _child_name(name, key)
         if matches(child): yield Segment(child_name, [child])
         else: yield from _outermost(child, matches, child_name)
 
 def _named_segments(model, modules):
-    "Return `modules` as segments of `model`; refuses modules of other models and nested modules"
+    "Return `modules` as segments of `model`; reject modules of other models and nested modules"
     names = {m:name for name,m in model.named_modules() if name}
     modules = list(dict.fromkeys(modules))
     for m in modules:
@@ -172,7 +172,7 @@ def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)-
     `segments`: a class, a tuple of classes, a list of modules, or a function of a module, as in
         `ActivationCheckpoint`
 
-    ValueError: no segment was found, or a listed module is not in the model or lies inside another
+    ValueError: no segment was found, or a listed module is not in the model or is inside another
     """
     def matches(m): return isinstance(m, segments) if isinstance(segments, (type,tuple)) else segments(m)
     if segments is None: res = _segments_of_model(model)

@@ -1,4 +1,4 @@
-"""Make a training loader whose batches are optimizer steps.
+"""Wrap a training loader in one whose batches are optimizer steps.
 
 Docs: https://fastaccum.github.io/fastaccum/core/step_loader.html.md"""
 
@@ -59,7 +59,8 @@ class BatchStream:
     def take(self, max_samples:int)->tuple:
         """Return the next batch and its number of samples
 
-        If batches are split, a batch of more than `max_samples` is cut. The next call returns the rest.
+        If batches are split, a batch of more than `max_samples` samples is cut, and the next call
+        returns the rest.
         """
         (b,n),self.rest = self.rest,None
         is_split = self.sizes.micro_bs<self.sizes.bs
@@ -162,7 +163,7 @@ class StepLoader(OneBatchLoader):
 # %% ../../nbs/core/02_step_loader.ipynb #n-batches
 @patch(as_prop=True)
 def n_batches(self:StepLoader)->int:
-    "Count the batches of `dl` in the planned steps; a batch that is cut counts as two batches"
+    "Count the batches of `dl` in the planned steps; a batch that is cut counts as two"
     bs = self.sizes.bs
     is_split = self.sizes.micro_bs<bs
     if not (self.drop_last or is_split): return -(-self.sizes.n//bs)
@@ -185,7 +186,7 @@ def _warn_fewer(self:StepLoader, n):
 
 @patch
 def _unplanned(self:StepLoader, batches, are_several):
-    "Yield more steps than planned, each of the full size of the last planned step, until `dl` ends"
+    "Yield unplanned steps, each of the full size of the last planned step, until `dl` ends"
     if are_several:
         raise RuntimeError(f"this process has samples left after all {len(self.steps)} steps, "
             "because its loader yields more or larger batches than its `__len__` and `bs` say: let "
@@ -200,8 +201,8 @@ def _unplanned(self:StepLoader, batches, are_several):
 def _exhaust(self:StepLoader, batches):
     """Read the loader to its end, because the full-batch run also reads the batch that it drops
 
-    Reading draws random numbers, in fastai's item transforms and PyTorch's samplers. The next epoch
-    must begin with the same random state as in the full-batch run.
+    Reading draws random numbers, in fastai's item transforms and PyTorch's samplers. The next epoch must
+    start with the same random state as in the full-batch run.
     """
     unread = batches.batches
     if not isinstance(self.dl, DataLoader):

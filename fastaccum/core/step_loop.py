@@ -1,4 +1,4 @@
-"""Run one optimizer step: several micro-batches, then the update of the weights.
+"""Run one optimizer step: several micro-batches, followed by the weight update.
 
 Docs: https://fastaccum.github.io/fastaccum/core/step_loop.html.md"""
 
@@ -82,28 +82,28 @@ class StepLoop:
 
     @property
     def log_steps(self)->bool:
-        "Whether steps are recorded and logged, rather than micro-batches"
+        "Whether steps are recorded and logged instead of micro-batches"
         return self.acc.log_accum_batch or self.finder is not None
 
     @property
     def train_metrics(self)->bool:
-        "Whether Recorder has training metrics: they see every micro-batch, but are recorded per step"
+        "Whether Recorder has training metrics, which see every micro-batch but are recorded per step"
         recorder = getattr(self.learn, 'recorder', None)
         return self.log_steps and recorder in self.learn.cbs and recorder.train_metrics
 
 # %% ../../nbs/core/15_step_loop.ipynb #current
 class CurrentStep(NamedTuple):
-    "A record of the running step, for other callbacks"
+    "A record of the current step, for other callbacks"
     mean:StepMean # The step's mean loss so far, and how many `samples` and `items` it covers
-    micro:MicroBatch|None # The micro-batch that runs, or ran last
-    full:int # Samples of a complete step, over all processes
+    micro:MicroBatch|None # The current micro-batch, or else the last one
+    full:int # Samples in a complete step, over all processes
     per_epoch:int # Samples in an epoch, over all processes
     processes:Processes # The processes that train the model together
     weighs_grads:bool # Whether a micro-batch's weight in the step multiplies its gradients, not its loss
 
 @patch(as_prop=True)
 def current_step(self:StepLoop)->CurrentStep|None:
-    "The record of the running step; `None` before the first step"
+    "Record of the current step; `None` before the first step"
     if self.step is None: return None
     return CurrentStep(self.mean, self.micro, self.step.full, self.plan.n, self.processes,
         weighs_grads=self.grad_sums.in_use)
@@ -136,7 +136,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
 # %% ../../nbs/core/15_step_loop.ipynb #step
 @patch
 def run_step(self:StepLoop, i:int, step:Step):
-    "Run the micro-batches of step `i`, then update the weights; replaces `one_batch` in training"
+    "Run the micro-batches of step `i` and update the weights; replaces `one_batch` in training"
     # if a callback has called `learn.validate()`, `step` is an ordinary batch of the validation loader
     if not isinstance(step, Step): return type(self.learn).one_batch(self.learn, i, step)
     self._begin_step(i, step)
@@ -188,7 +188,7 @@ def _empty_grads(self:StepLoop):
 # %% ../../nbs/core/15_step_loop.ipynb #batch
 @patch
 def _run_batch(self:StepLoop, b, n):
-    "Run the `n` samples of `b`: a batch of the loader, or the part of a batch that belongs to this step"
+    "Run the `n` samples of `b`: a batch of the loader, or the part of it that belongs to this step"
     learn = self.learn
     self.micro = MicroBatch(n)   # the whole batch; `run_parts` replaces it by each part of a split batch
     learn.iter = self.n_batches
@@ -209,7 +209,7 @@ def _run_batch(self:StepLoop, b, n):
 # %% ../../nbs/core/15_step_loop.ipynb #micro
 @patch
 def _run_micro_batch(self:StepLoop):
-    "Forward, loss and backward, as in fastai's `_do_one_batch`"
+    "Run forward pass, loss and backward pass, as fastai's `_do_one_batch` does"
     try: self.forward_backward()
     except CancelBatchException: self._cancelled_batch()
     if self.micro.ran and self.train_metrics:
@@ -237,7 +237,7 @@ def forward_backward(self:StepLoop):
 
 @patch
 def _send_noting_change(self:StepLoop, cb, event)->bool:
-    "Send `event` to the callback `cb`; note and return whether `cb` changes the back-propagated loss"
+    "Send `event` to the callback `cb`; record and return whether `cb` changes the back-propagated loss"
     def grad_fn(): return getattr(vars(self.learn).get('loss_grad'), 'grad_fn', None)
     before = grad_fn()
     cb(event)
@@ -258,7 +258,7 @@ def _before_backward(self:StepLoop):
 
 @patch
 def _share_late_penalty(self:StepLoop, cb):
-    "Call a callback that runs after mixed precision; multiply its term by the micro-batch's share"
+    "Call a callback that runs after mixed precision, and multiply its term by the micro-batch's share"
     learn,before = self.learn,self.learn.loss_grad.clone()
     is_changed = self._send_noting_change(cb, 'before_backward')
     # With `grad_sums`, gradients and not a mean loss are multiplied by the share, after the backward
@@ -268,7 +268,7 @@ def _share_late_penalty(self:StepLoop, cb):
 
 @patch
 def _backward(self:StepLoop):
-    "Back-propagate the micro-batch; its gradients are added to those of earlier micro-batches"
+    "Back-propagate the micro-batch, adding its gradients to those of earlier micro-batches"
     learn,mean = self.learn,self.mean
     if self.comms: check_left_out(self.processes, self.comms, False)
     if self.grad_check.noted is not None and mean.n_micro_batches:
@@ -297,7 +297,7 @@ def share_loss(self:StepLoop):
 
 @patch
 def _share_penalty(self:StepLoop):
-    "Multiply the penalty of a callback by the share; the loss itself is a sum, which needs no share"
+    "Multiply a callback's penalty by the share; the loss itself is a sum, which needs no share"
     learn,micro = self.learn,self.micro
     has_penalty = micro.loss_grad_fn is not None and micro.loss_grad_fn is not learn.loss_grad.grad_fn
     if not has_penalty: return
@@ -306,7 +306,7 @@ def _share_penalty(self:StepLoop):
 
 @patch
 def count_micro_batch(self:StepLoop):
-    "Count the micro-batch that was back-propagated"
+    "Count the micro-batch that has just been back-propagated"
     mean,micro = self.mean,self.micro
     micro.pred = None   # free the model's output
     mean.add(self.learn)
@@ -372,7 +372,7 @@ def _put_back_inputs(self:StepLoop):
 # %% ../../nbs/core/15_step_loop.ipynb #complete
 @patch
 def _complete_grads(self:StepLoop)->bool:
-    "Turn the gradients into those of the step's mean loss; returns whether there is a step to take"
+    "Turn the gradients into those of the step's mean loss; return whether there is a step to take"
     learn,mean = self.learn,self.mean
     self.grad_check.forget()
     mean.sum_up()
@@ -397,7 +397,7 @@ def _complete_grads(self:StepLoop)->bool:
 # %% ../../nbs/core/15_step_loop.ipynb #take
 @patch
 def _take_step(self:StepLoop):
-    "Run the optimizer's step with its events; `learn.loss` becomes the mean loss of the step"
+    "Run the optimizer's step with its events, and set `learn.loss` to the mean loss of the step"
     learn = self.learn
     micro_loss,step_loss = learn.loss,self.mean.loss
     learn.loss = self.last_loss = step_loss
@@ -454,7 +454,7 @@ def _skip_step(self:StepLoop):
 # %% ../../nbs/core/15_step_loop.ipynb #split
 @patch
 def _run_split(self:StepLoop, n, changed):
-    "Run a batch of `n` samples in micro-batches; split what callbacks have `changed` as well"
+    "Run a batch of `n` samples in micro-batches, splitting what callbacks have `changed` as well"
     learn,limit = self.learn,self.limit
     # callbacks may have made more rows than samples, such as several views of each sample
     n_rows = n_samples((*learn.yb,*learn.xb), n) or n
@@ -467,7 +467,7 @@ def _run_split(self:StepLoop, n, changed):
 
 @patch
 def run_parts(self:StepLoop,
-    n:int, # Samples in the Learner's batch
+    n:int, # Number of samples in the Learner's batch
     parts:BatchParts, # Splits the batch, which has more than `n` rows if callbacks have added rows
     retries:Retries, # Says where each micro-batch ends, and repeats it if memory runs out
     run:Callable # Runs the micro-batch `self.micro`; called again if memory runs out

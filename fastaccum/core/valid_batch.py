@@ -1,4 +1,4 @@
-"""Run a batch of validation in micro-batches, if memory runs out.
+"""Run a validation batch in micro-batches if memory runs out.
 
 Docs: https://fastaccum.github.io/fastaccum/core/valid_batch.html.md"""
 

@@ -1,4 +1,4 @@
-"""Warnings with a category, the user's line of code, and a link to an explanation.
+"""Give warnings a category, the user's line of code, and a link to an explanation.
 
 Docs: https://fastaccum.github.io/fastaccum/core/warnings.html.md"""
 
@@ -14,15 +14,15 @@ from warnings import warn as _warn
 
 # %% ../../nbs/core/09_warnings.ipynb #kinds
 class AccumulationWarning(UserWarning):
-    "The result differs from the result of the full-batch run, or may differ"
+    "The result differs, or may differ, from that of the full-batch run"
 class LossWarning(AccumulationWarning):
-    "The loss of a batch is not the mean over its samples, or may not be"
+    "The loss of a batch is not, or may not be, the mean over its samples"
 class BatchNormWarning(AccumulationWarning):
-    "BatchNorm normalizes with the samples of a micro-batch, not of a step"
+    "BatchNorm normalizes with the samples of a micro-batch instead of those of a step"
 class LoaderWarning(AccumulationWarning):
-    "The batch size of the loader decides which samples are put together"
+    "The loader's batch size decides which samples are put together"
 class StateWarning(AccumulationWarning):
-    "The model or the loss keeps a state from the previous micro-batch"
+    "The model or the loss keeps state from the previous micro-batch"
 class ImportOrderWarning(AccumulationWarning):
     "A fit uses fastai's `GradientAccumulation` instead of fastaccum's"
 
@@ -32,7 +32,7 @@ _page = "https://fastaccum.github.io/fastaccum/reference/messages.html"
 def more_link(key:str)->str:
     """Return the last line of a message: a link to an entry of the page Messages
 
-    `key` is the entry's name, lower-case words joined by hyphens.
+    `key` is the entry's name: lower-case words joined by hyphens.
     """
     return f"\nMore: {_page}#{key}"
 
@@ -63,7 +63,7 @@ def warn(msg:str, category:type=UserWarning):
 
 # %% ../../nbs/core/09_warnings.ipynb #said
 class WarnOnce:
-    "Gives each warning of a fit only once"
+    "Gives each warning only once per fit"
     def __init__(self): self.given = set()   # keys of the warnings given so far
 
     def __call__(self, key:str, msg:str, category:type=UserWarning):

@@ -140,8 +140,8 @@ def _warn_second_optimizer(cb, opt, warn_once):
     if hasattr(cb, 'per_step') or not others: return
     warn_once('second-optimizer', f"{type(cb).__name__} has an optimizer of its own, which may step "
         "with every micro-batch instead of once per step. Create the DataLoaders with the batch size of "
-        "a step, and use `GradientCache(micro_batch_size=…)` instead of `GradientAccumulation`. If the "
-        "callback adds up gradients and steps in `after_batch`, set `per_step = True` in its class",
+        "a step, and use `GradientCache(micro_batch_size=…)` instead of `GradientAccumulation`. If "
+        "the callback adds up gradients and steps in `after_batch`, set `per_step = True` in its class",
         AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #holds-state

@@ -123,8 +123,8 @@ class FreezeBN(PatchingCallback):
         for part in parts:
             if isinstance(part, nn.Module): continue
             raise TypeError("`part` must return a module of the model or a list of modules, as `lambda "
-                f"m: m[0]` does, but what it returned is or contains a {type(part).__name__}"
-                + more_link('function-argument'))
+                "m: m[0]` does, but what it returned is or contains an object of type "
+                f"{type(part).__name__}" + more_link('function-argument'))
         return [layer for part in parts for layer in bn_layers(part)]
 
 # %% ../nbs/05_batchnorm.ipynb #freeze-fit

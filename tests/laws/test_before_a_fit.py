@@ -287,7 +287,7 @@ def test_an_out_of_memory_error_in_validation_names_val_bs_and_auto_which_then_w
 def test_an_out_of_memory_error_with_a_cache_names_auto_for_the_cache():
     learn = toy(8, model=lambda: with_limited_memory(3), splitter=all_params)
     cbs = [GradientAccumulation(16),GradientCache(micro_batch_size=4)]
-    remedies = "Pass `micro_batch_size='auto'` to GradientCache.* Or pass a smaller `micro_batch_size`"
+    remedies = "Pass `micro_batch_size='auto'` to GradientCache.*or use a smaller `micro_batch_size`"
     with pytest.raises(torch.OutOfMemoryError, match=remedies):
         learn.fit(1, cbs=cbs)
 

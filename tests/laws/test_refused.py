@@ -44,7 +44,7 @@ def test_whole_numbers_of_any_type_are_accepted_by_either_name(nm):
     for bad in (0, '8'):
         with pytest.raises((TypeError,ValueError), match='`accum_bs` must be'): setattr(acc, nm, bad)
     assert acc.accum_bs==acc.n_acc==8
-    with pytest.raises(AttributeError, match='=16.*follows the schedule'): setattr(Schedule(), nm, 16)
+    with pytest.raises(AttributeError, match='=16.*computes the size of each step'): setattr(Schedule(), nm, 16)
 
 two = lambda learn, n: n
 # Each case: a function, its arguments, the error, and words of its message
@@ -74,7 +74,7 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError,
     (GradientCache, dict(micro_batch_size=4, split=4), TypeError, '`split` must be a function.*got 4'),
     *[(AutoSize, dict(split=o), TypeError, '`split` must be a function that takes 4 arguments')
         for o in ('auto', lambda b,start,stop: b)],
-    *[(ActivationCheckpoint, dict(segments=o), TypeError, '`segments` must be a class.*got')
+    *[(ActivationCheckpoint, dict(segments=o), TypeError, '`segments` must be a class.*is none of these')
         for o in (4, [], ['1'], [nn.Linear(1, 1),3], [None], {})],
     (toy(4).bs_find, dict(mode='linear'), ValueError, "`mode` must be.*got 'linear'"),
     (toy(4).bs_find, dict(apply=1), TypeError, '`apply` must be True or False, got 1'),
@@ -126,9 +126,9 @@ refused = dict(
     no_step=(toy, lambda: [acc(80, drop_last=True)], ValueError, '70 samples, too few.*80.*drop_last'),
     larger_than_the_loaders=(toy, lambda: [acc(16, micro_batch_size=8)], ValueError, 'size=8.*the 4 samples.*`bs=8`'),
     no_batch_size=(ready_made, lambda: [acc(16)], ValueError, 'as `micro_batch_size=`'),
-    targets_not_counted=(named, lambda: [acc(16)], TypeError, 'it is a dict.*pass `n_items='),
+    targets_not_counted=(named, lambda: [acc(16)], TypeError, 'target is a dict and not a tensor.*pass `n_items='),
     start_after_finish=(toy, lambda: [Schedule(start=100)], ValueError, '`start=100` is later.*pass a `finish`'),
-    nothing_to_measure=(toy, lambda: [NoiseScale()], ValueError, 'add fastaccum.s `GradientAcc'),
+    nothing_to_measure=(toy, lambda: [NoiseScale()], ValueError, 'add `fastaccum.GradientAccumulation'),
     two_meters=(toy, lambda: [acc(8),NoiseScale(),NoiseScale()], ValueError, '2 NoiseScale.*keep one'),
     two_rates=(toy, lambda: [acc(8),ScaledLR(base_bs=8),ScaledLR(base_bs=8)], ValueError, '2 ScaledLR.*keep one'),
     two_caches=(toy, lambda: [GradientCache(micro_batch_size=o) for o in (2,4)], ValueError, 'keep one'),
@@ -139,7 +139,7 @@ late = {'steps_by_itself','targets_not_counted'}
 for nm,f in dict(below=lambda l: -1, infinite=lambda l: float('inf'), text=lambda l: '4', many=lambda l: l.y).items():
     refused[f'size_{nm}'] = toy,lambda f=f: [acc(8, n_items=f)],(TypeError,ValueError),'`n_items` must return a'
     late.add(f'size_{nm}')
-refused['size_zero'] = toy,lambda: [acc(8, n_items=lambda l: 0)],ValueError,'number above 0 for a micro-batch with a'
+refused['size_zero'] = toy,lambda: [acc(8, n_items=lambda l: 0)],ValueError,'`n_items` returned 0 for a micro-batch with a loss'
 late.add('size_zero')
 
 @pytest.mark.parametrize('nm', refused)

@@ -203,7 +203,7 @@ def test_gradient_cache_takes_a_budget():
     full,split = fit(learner()),fit(learner(), GradientCache(micro_batch_size=TokenBudget(80)))
     assert_same_run(full, split)
     assert split.model.columns<1.2*full.model.columns   # two forward passes over half as many columns
-    with pytest.raises(Exception, match='GradientCache. cannot put together'):
+    with pytest.raises(Exception, match='GradientCache. cannot join'):
         fit(text_learner(GPT2), GradientCache(micro_batch_size=TokenBudget(80)))
 
 def test_gradient_cache_never_exceeds_the_budget():
@@ -268,7 +268,7 @@ lengths = dict(nothing=TokenBudget(80), one_short=TokenBudget(80, length=lambda 
 def test_lengths_that_are_not_found_are_refused_before_a_weight_changes(case, cls):
     learn = text_learner(MaskedLSTM)
     before = weights(learn)
-    with pytest.raises(ValueError, match='pad_id=|return a number of tokens for each row'):
+    with pytest.raises(ValueError, match='pad_id=|return the number of tokens in each row'):
         fit(learn, cls(micro_batch_size=lengths[case]))
     assert torch.equal(before, weights(learn))
 

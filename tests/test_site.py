@@ -476,7 +476,7 @@ answers = {q:page for page,qs in searches.items() for q in qs}
 keywords = json.loads(re.search('^const keywords = (.*);$', read('_static/language_data.js'), re.M)[1])
 message_words = {'GradientAccumulation has no argument microbatches':'unknown-argument',
     'loss not a mean':'loss-not-a-mean', '2 callbacks accumulate':'two-callbacks',
-    'memory ran out with a single sample':'out-of-memory', 'memory ran out with a micro-batch':'memory-ran-out',
+    'memory ran out even with a single sample':'out-of-memory', 'memory ran out with a micro-batch':'memory-ran-out',
     'ValueError: Exception occured in `GradientAccumulation` when calling event `before_fit`: '
     'epoch 0 has 50 samples, too few for a step of 64':'no-step',
     '`micro_batch_size=32` is larger than the 16 samples in a batch of the training DataLoader':'micro-batch-size',

@@ -179,9 +179,8 @@ def _check_one_accumulates(learn):
     passed = _passed_to_fit(learn)
     def described(cb):
         owner = 'fastai' if cb in fastais else 'fastaccum'
-        # in methods such as `accum_check`, no callback was passed to `fit`
-        where = ' (passed to `fit`)' if cb in passed else ' (on the Learner)' if passed else ''
-        return f"{owner}'s {type(cb).__name__}{where}"
+        where = 'passed to `fit`' if cb in passed else 'on the Learner'
+        return f"{owner}'s {type(cb).__name__} ({where})"
     callbacks = ' and '.join(map(described, cbs))
     keep_one = 'keep one of them'
     if not all(o in passed for o in cbs):

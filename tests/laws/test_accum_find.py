@@ -101,7 +101,7 @@ def test_callbacks_of_the_planned_fit_take_part():
     *((lambda: toy(4),{nm:v},exc,f'`{nm}` must be .*got {v}') for nm,v,exc in (
         ('accum_bs',-4,ValueError), ('accum_bs',2.5,TypeError), ('show_plot',1,TypeError))),
     (lambda: with_loaders(toy(4), DataLoader(toy_data(8), bs=None)),{},ValueError,'many samples'),
-    (lambda: with_loaders(toy(4), DataLoader(toy_data(3), bs=4)),{},RuntimeError,'no full batch'),
+    (lambda: with_loaders(toy(4), DataLoader(toy_data(3), bs=4)),{},RuntimeError,'no batch has 4 samples'),
     (lambda: toy(4, cbs=RaiseAt('after_step', CancelFitException, 0)),{},RuntimeError,'a callback ends the fit')],
     ids=lambda o: o if isinstance(o, str) else '')
 def test_what_cannot_be_measured_is_refused(make, kwargs, exc, match):

@@ -195,7 +195,7 @@ def test_a_fit_with_fastais_class_warns_once_per_process(imports, cb, before, n)
     res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, timeout=300)
     messages = eval(res.stdout)
     assert len(messages)==n
-    for o in ("fastai's `GradientAccumulation`", 'import sorter', 'Import fastaccum after fastai',
+    for o in ("fastai's `GradientAccumulation`", 'full-batch run', 'import sorter',
         '`import fastaccum` and `fastaccum.GradientAccumulation(…)`', '#import-order'):
         assert all(o in m for m in messages)
 
@@ -213,7 +213,7 @@ misplaced_arguments = [(lambda: GradientAccumulation(64, 32), '`micro_batch_size
     (lambda: GradientAccumulation(64, 'auto'), "`micro_batch_size='auto'`"),
     (lambda: GradientCache(16), r'`GradientCache\(micro_batch_size=16\)`'),
     (lambda: GradientCache('auto'), r"`GradientCache\(micro_batch_size='auto'\)`"),
-    (lambda: ScaledLR(64), r'`ScaledLR\(base_bs=64\)`'), (lambda: FreezeBN(layer), r'`lambda m: m\[0\]`'),
+    (lambda: ScaledLR(64), r'`ScaledLR\(base_bs=64\)`'), (lambda: FreezeBN(layer), r'`FreezeBN\(lambda m: m\[0\]\)`'),
     (lambda: GradientAccumulation(8).plan(5), r'needs a Learner.*got 5.*`plan\(learn, 5\)`'),
     (lambda: GradientAccumulation(8).plan(None), 'needs a Learner.*got None')]
 

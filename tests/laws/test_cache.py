@@ -340,7 +340,7 @@ def test_auto_finds_the_size_that_fits(nm, stage, cap, size):
     def model(): return net(LimitedMemory(runs_out_above(cap, stage)))
     a = fit(cbs(), **more)
     with pytest.raises(RuntimeError, match='planted'): fit([Cached(8),*cbs()], model=model, **more)
-    with pytest.warns(UserWarning, match=f'ran out .*planted.*micro-batches of {size} samples') as said:
+    with pytest.warns(UserWarning, match=f'ran out .*at most {size} samples per micro-batch.*planted') as said:
         b = fit([cache,*cbs()], model=model, **more)
     same(a, b)
     assert cache.size==size and sum('memory ran out' in str(o.message) for o in said)==1

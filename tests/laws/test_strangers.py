@@ -355,7 +355,7 @@ def test_with_auto_a_loader_without_a_batch_size_is_refused_with_a_remedy():
     learn = toy(4, n=64)
     loader = BatchListLoader(toy_data(64), [in_chunks(list(range(64)), 4)])
     learn.dls = DataLoaders(loader, loader)
-    with pytest.raises(ValueError, match='give the loader a `bs`'):
+    with pytest.raises(ValueError, match='learn.dls.train.bs = 16'):
         learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
     loader.bs = 4
     learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))

@@ -335,9 +335,9 @@ def test_a_penalty_on_a_sum_is_warned_of_and_counts_once_a_step(f):
     assert warnings_given=={added_to_a_sum:1} and assert_same_run(a, b)
 
 words = {not_a_mean:('% off', "reduction = 'sum'", "reduction='mean'"),
-    hidden_state:('Remembers', 'bs=16', '`micro_batch_size=4`'),
-    batchnorm:('2 BatchNorm layers', '4 samples', '16 of a step', 'ActivationCheckpoint',
-        'micro-batches larger', 'recalibrate_bn(16)', 'FreezeBN')}
+    hidden_state:('Remembers', '`reset()`', 'bs=16', 'ActivationCheckpoint'),
+    batchnorm:('2 BatchNorm layers', '4 samples', '16 of a step', 'ActivationCheckpoint', 'FreezeBN',
+        'micro-batches larger', 'recalibrate_bn(16)')}
 
 def learner_with_three_warnings():
     "Return a Learner whose fit warns of its loss, of its hidden state and of BatchNorm"

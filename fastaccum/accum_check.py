@@ -39,7 +39,7 @@ def accum_check(self:Learner,
     # callback accumulates, in a batch of the loader
     accum_bs:int|None=None,
     # Also compare weights after training for this many steps, both on whole batches and on parts of
-    # them; 0: compare only gradients
+    # the batches; 0: compare only gradients
     steps:int=0,
     cbs:Callback|list|None=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displayed as a table

@@ -134,7 +134,7 @@ class Batches(GetAttr):
     def __iter__(self): return iter(self.batches)
 
 # %% ../../nbs/core/26_dry_run.ipynb #run
-# what to do if a trial has taken fewer steps than it should
+# the remedies for a trial that has taken fewer steps than it should
 no_step_remedy = ("If a callback ends the fit or skips steps, set `run_bs_find = False` in its class. "
     "Otherwise, gradients overflow (call `learn.to_fp32()` first), or batches have no targets (set "
     "`learn.dls.n_inp` to the number of inputs)")

@@ -43,7 +43,8 @@ def test_by_default_recalibration_has_batches_as_large_as_a_step(bs, want, cb):
 
 def test_the_batches_of_a_loader_without_a_batch_size_are_not_changed():
     (x,y),learn = toy_data(64).tensors,small()
-    for batches,args,match in ((list(zip(x.split(8), y.split(8))),[16],'ready-made.*changed to 16'), ([],[],'no batch')):
+    ready_made = list(zip(x.split(8), y.split(8)))
+    for batches,args,match in ((ready_made,[16],'ready-made.*changed to 16'), ([],[],'no batch')):
         learn.dls.train = batches
         if batches: learn.recalibrate_bn()
         with pytest.raises(ValueError, match=match): learn.recalibrate_bn(*args)

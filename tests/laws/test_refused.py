@@ -64,7 +64,7 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError,
     *[(Schedule, dict(finish=o), TypeError, f'`finish` must be a fraction.*got {o!r}') for o in ('1', True)],
     *[(Schedule, dict(start=o), ValueError, f'start={o}.*pass a fraction') for o in (-1, float('nan'))],
     *[(Schedule, dict(schedule=o), TypeError, 'schedule.*pass an annealer') for o in ('cos', dict)],
-    *[(Schedule, dict(schedule=lambda p, o=o: o), ValueError, 'at position.*numbers of samples')
+    *[(Schedule, dict(schedule=lambda p, o=o: o), ValueError, 'at progress.*number of samples')
         for o in (float('inf'), -8, None)],
     *[(Scheduler, dict(scheduling=o), TypeError, 'must be a dict') for o in ({}, [2])],
     *[(Scheduler, dict(scheduling=o), TypeError, 'use ints for all keys') for o in ({.5:2}, {0:2.}, {True:2})],
@@ -139,7 +139,7 @@ late = {'steps_by_itself','targets_not_counted'}
 for nm,f in dict(below=lambda l: -1, infinite=lambda l: float('inf'), text=lambda l: '4', many=lambda l: l.y).items():
     refused[f'size_{nm}'] = toy,lambda f=f: [acc(8, n_items=f)],(TypeError,ValueError),'`n_items` must return a'
     late.add(f'size_{nm}')
-refused['size_zero'] = toy,lambda: [acc(8, n_items=lambda l: 0)],ValueError,'`n_items` returned 0 for a micro-batch with a loss'
+refused['size_zero'] = toy,lambda: [acc(8, n_items=lambda l: 0)],ValueError,'`n_items` returned 0 for a micro-batch'
 late.add('size_zero')
 
 @pytest.mark.parametrize('nm', refused)

@@ -1,4 +1,4 @@
-"""Before any weights are updated, reject settings that cannot work, and say in the error how to fix them.
+"""Before weights are updated, reject settings that cannot work, and say in the error how to fix them.
 
 Docs: https://fastaccum.github.io/fastaccum/core/checks.html.md"""
 

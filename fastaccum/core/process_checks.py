@@ -1,4 +1,4 @@
-"""Before any weights are updated, reject settings that multi-process training does not support.
+"""Before weights are updated, reject settings that multi-process training does not support.
 
 Docs: https://fastaccum.github.io/fastaccum/core/process_checks.html.md"""
 

@@ -362,8 +362,8 @@ def write_pages(src, pages):
         cells += [markdown(f'## {title}'), contents(grouped, Page.title_names, lambda p: p.name)]
     cells.append(markdown(toctree(p.name for grouped in groups.values() for p in grouped)))
     write_page(src, 'reference/api', 'API', lede, cells)
-    lede = ('The source, a page for each module, in the order in which one reads them: prose, code, and examples that '
-        'are its first tests.')
+    lede = ('The source code, one page per module, in reading order. '
+        'Each page mixes prose, code, and examples that double as tests.')
     write_page(src, 'modules/index', 'Modules', lede, [contents(mods, Page.functions, lambda p: p.whole)], inner=True)
     for p in pages:
         cells = [markdown(p.imports()), *p.shown(p.cells)]

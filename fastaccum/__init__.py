@@ -1,12 +1,12 @@
 """Exact gradient accumulation for fastai: train on micro-batches and get the result of a large batch.
 
-Use it when the batch size that you want does not fit in memory. With `GradientAccumulation(256)`, the
-model trains on the small batches of your DataLoaders (the micro-batches), and the optimizer takes a step
-every 256 samples. Weights, learning rates, recorded losses and metrics match those of a run whose
+Use fastaccum when the batch size that you want does not fit in memory. With `GradientAccumulation(256)`,
+the model trains on the small batches of your DataLoaders (the micro-batches), and the optimizer takes a
+step every 256 samples. Weights, learning rates, recorded losses and metrics match a run whose
 DataLoaders have `bs=256` (the full-batch run), up to rounding error. fastaccum warns you about the most
 common causes of a difference, such as BatchNorm, and suggests a fix.
 
-A complete example, with micro-batches of 16 samples and steps of 64:
+This complete example uses micro-batches of 16 samples and steps of 64:
 
     import torch
     from fastai.vision.all import *
@@ -17,7 +17,7 @@ A complete example, with micro-batches of 16 samples and steps of 64:
     dls = DataLoaders(DataLoader(items, bs=16, shuffle=True), DataLoader(items, bs=64))
     learn = Learner(dls, nn.Linear(8, 1), MSELossFlat())
     learn.fit_one_cycle(5, 0.1, cbs=GradientAccumulation(64))
-    print(learn.accum_check(64))   # a table: does this match the full-batch run, and if not, why?
+    print(learn.accum_check(64))   # a table: whether this matches the full-batch run, and if not, why
 
 Accumulate gradients (callbacks for `cbs=`):
     GradientAccumulation            take an optimizer step every `accum_bs` samples

@@ -38,18 +38,18 @@ def accum_check(self:Learner,
     # Samples in the batch to run whole and in parts. Default: the samples in a step of the fit or, if no
     # callback accumulates, in a batch of the loader
     accum_bs:int|None=None,
-    # Also compare weights after training for this many steps, both on whole batches and on parts of
-    # the batches; 0: compare only gradients
+    # Also train for this many steps, both on whole batches and on parts of the batches, and compare
+    # the weights; 0: compare only gradients
     steps:int=0,
     cbs:Callback|list|None=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displayed as a table
-    """Run a batch whole and in micro-batches, compare the gradients, and find out why they differ
+    """Run a batch whole and in micro-batches, compare the gradients, and explain any difference
 
     Without `accum_bs`, the check runs the samples of a fit's first step twice: as one batch, and in the
     micro-batches of that step. If these samples do not fit in memory at once, it compares a single
     micro-batch with its parts, and the table's title says so. If a step is one batch of the loader, or
-    no callback accumulates, it compares that batch with parts of unequal sizes. Afterwards, the weights,
-    the optimizer and the random state are restored.
+    no callback accumulates, it compares a batch of the loader with parts of unequal sizes. Afterwards,
+    it restores the weights, the optimizer and the random state.
 
     TypeError: `accum_bs` or `steps` is not a whole number
     ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no batch of this
@@ -175,8 +175,8 @@ class AccumCheck:
     rows:list[Row] # Rows of the table, one for each possible cause of a difference
     sizes:list[int] # Samples in each micro-batch
     layers:dict # Parameter name -> relative difference of its gradient
-    # As `layers`, but with the modules at fault put in evaluation mode and the callbacks at fault left
-    # out; empty if nothing was found at fault
+    # As `layers`, but with the responsible modules in evaluation mode and the responsible callbacks left
+    # out; empty if none were found
     remaining:dict
     too_many:int|None=None # Samples in a step of the fit, if a step does not fit in memory; else `None`
 

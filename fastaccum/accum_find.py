@@ -1,4 +1,4 @@
-"""Measure the noise of the gradients, and suggest an effective batch size.
+"""Measure gradient noise, and suggest an effective batch size.
 
 Docs: https://fastaccum.github.io/fastaccum/accum_find.html.md"""
 
@@ -29,7 +29,7 @@ from .core.loader_info import samples_of, sizes_of
 # %% ../nbs/09_accum_find.ipynb #accum-find
 @patch
 def accum_find(self:Learner,
-    # Samples in a measured step. Default: those in the first step of a fit, but at least 4
+    # Samples in a measured step. Default: as many as in the first step of a fit, but at least 4
     # micro-batches; 8 micro-batches if no callback accumulates
     accum_bs:int|None=None,
     steps:int=20, # Number of steps to measure

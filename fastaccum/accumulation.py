@@ -35,8 +35,8 @@ from .core.warnings import more_link
 class GradientAccumulation(QuietCallback):
     """Accumulate gradients and take one optimizer step every `accum_bs` samples
 
-    Pass it to a fit with `cbs=`. The result matches that of a fit whose DataLoaders have `bs=accum_bs`,
-    up to rounding error. The fit warns you about the most common causes of a difference (see Caveats).
+    Pass it to a fit with `cbs=`. The result matches a fit whose DataLoaders have `bs=accum_bs`, up to
+    rounding error. fastaccum warns you about the most common causes of a difference (see Caveats).
 
     TypeError: an argument has the wrong type; during a fit, a batch cannot be split, its targets cannot
         be counted, or `n_items` does not return a number
@@ -47,8 +47,8 @@ class GradientAccumulation(QuietCallback):
         of them gets more samples than its loader reported
     torch.OutOfMemoryError: with `micro_batch_size='auto'`, a single sample or the optimizer state does
         not fit in memory
-    AccumulationWarning: during a fit, the run differs or may differ from the full-batch run; given once
-        per fit for each cause
+    AccumulationWarning: during a fit, the run differs or may differ from the full-batch run; issued
+        once per fit for each cause
     """
     # 12: after `DistributedTrainer`, which has 11, like `GradientClip`. It replaces the loader with a
     # `DistributedDL`, from whose batches the steps are made.
@@ -63,7 +63,7 @@ class GradientAccumulation(QuietCallback):
         # Samples per optimizer step over all processes, rounded up to whole batches unless batches are
         # split. Default: 32 if neither `n_acc` nor `n_batches` is given
         accum_bs:int|None=None,
-        log_accum_batch:bool=True, # Log each step (True), or each micro-batch like fastai (False)
+        log_accum_batch:bool=True, # Log each step (True), or each micro-batch, as fastai does (False)
         # Maximum samples per training micro-batch, 'auto' (as many as fit in memory), an `AutoSize` or a
         # `TokenBudget`. None: do not split the loader's batches
         micro_batch_size:int|str|MicroBatchLimit|None=None,
@@ -71,11 +71,11 @@ class GradientAccumulation(QuietCallback):
         # does with its last batch (None)
         drop_last:bool|None=None,
         # `n_items(learn)` returns the number of items that a micro-batch's loss is averaged over. None:
-        # samples or, if the loss function has an `ignore_index`, targets that are not ignored
+        # count samples or, if the loss function has an `ignore_index`, targets that are not ignored
         n_items:Callable|None=None,
         *, n_acc:int|None=None, # fastai's name for `accum_bs`; counts samples, not batches
         n_batches:int|None=None, # Micro-batches per step on each process; pass this or `accum_bs`
-        verbose:bool=True # Print a one-line summary of the steps above the table of a fit
+        verbose:bool=True # Print a one-line summary of the steps above the training table
     ):
         self._size_name,size = self._given_size(accum_bs, n_acc, n_batches)
         self.n_batches = size if self._size_name=='n_batches' else None
@@ -236,8 +236,8 @@ def after_fit(self:GradientAccumulation):
 def before_backward(self:GradientAccumulation):
     """Multiply the loss by the micro-batch's share of its step
 
-    At this point, callbacks have added their penalties to the loss, and mixed precision has not yet
-    scaled it.
+    At this point, callbacks have added their penalties to the loss, and mixed precision has not scaled
+    the loss yet.
 
     RuntimeError: the batch does not come from the loader of steps
     """
@@ -269,12 +269,12 @@ def before_validate(self:GradientAccumulation):
 
 @patch
 def before_update(self:GradientAccumulation, step:Step):
-    "Called when the gradients of a step are complete; schedules override it to record the step's size"
+    "Do nothing when the gradients of a step are complete; schedules override this to record its size"
 
 # %% ../nbs/00_accumulation.ipynb #plan
 @patch
 def wanted_sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int)->int|Callable:
-    """Return how many samples a step should have: a number, or a function from a `Position` to a number
+    """Return the wanted number of samples per step, or a function from a `Position` to this number
 
     `micro_bs` is the number of samples in a micro-batch over all processes, and `n_epoch` is the number
     of epochs.
@@ -288,7 +288,7 @@ def plan(self:GradientAccumulation,
     n_epoch:int=1 # Number of epochs
 # A Plan: `sizes[i]` lists the samples in each step of epoch `i`, and `steps[i]` is the number of steps
 )->Plan:
-    """Return the steps that a fit in this process alone would take, without training
+    """Plan the steps that a fit in this process alone would take, without training
 
     TypeError: `dls` is not a Learner, DataLoaders or a loader
     ValueError: the loader does not report its batch size, or its batches are smaller than

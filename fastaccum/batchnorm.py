@@ -1,4 +1,4 @@
-"""Re-estimate BatchNorm's running statistics on batches of the full size, or freeze them.
+"""Re-estimate BatchNorm's running statistics on batches as large as a step, or freeze them.
 
 Docs: https://fastaccum.github.io/fastaccum/batchnorm.html.md"""
 
@@ -52,7 +52,7 @@ def recalibrate_bn(self:Learner,
 
 # %% ../nbs/05_batchnorm.ipynb #recalibrate-cb
 class RecalibrateBN(QuietCallback):
-    """Run `recalibrate_bn` before each validation, so that metrics and saved models use its statistics
+    """Run `recalibrate_bn` before each validation, so that metrics and saved models use its results
 
     TypeError: an argument is not a whole number
     ValueError: a number is below 1, or, when a fit starts, the training loader cannot change its batch

@@ -36,7 +36,7 @@ def bs_find(self:Learner,
     apply:bool=False, # Whether to set the DataLoaders' batch size to the size found
     show_plot:bool=True # Whether to plot peak memory and speed against batch size
 )->'FoundSize': # `int(…)` converts it to the largest size, in samples per process
-    """Find the largest batch size that trains within memory, and leave the Learner unchanged
+    """Find the largest batch size at which training fits in memory, and leave the Learner unchanged
 
     Each trial runs real training steps on the first batch of its size from the loader, with the
     Learner's loss, optimizer, precision and callbacks, and a learning rate of 0. Several processes

@@ -1,4 +1,4 @@
-"""Train on the whole batch in less memory by recomputing activations, with the same result.
+"""Train on the whole batch in less memory, with the same result, by recomputing activations.
 
 Docs: https://fastaccum.github.io/fastaccum/checkpoint.html.md"""
 

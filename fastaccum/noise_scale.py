@@ -1,4 +1,4 @@
-"""Measure the noise of the gradients during training, to find out how large a batch should be.
+"""Measure gradient noise during training, to find out how large a batch should be.
 
 Docs: https://fastaccum.github.io/fastaccum/noise_scale.html.md"""
 
@@ -100,7 +100,7 @@ def rounded(x:float)->str:
     return f'{float(f"{x:.2g}"):,.0f}' if x>=10 else f'{x:.2g}'
 
 def describe(scale:float, size:float, unit:str='samples')->str:
-    "Return a sentence that says how many steps and how much data training in steps of `size` takes"
+    "Describe in a sentence how many steps and how much data training in steps of `size` takes"
     if np.isnan(scale): return "noise scale: nothing was measured"
     if np.isinf(scale):
         return (f"noise scale: too large to measure. At {size:,.0f} {unit} per step, noise hides the "
@@ -319,7 +319,7 @@ def grad_sq(self:NoiseScale)->float: # 0 or less if there is too much noise; NaN
 
 @patch(as_prop=True)
 def noise_scale(self:NoiseScale)->float: # Infinite if noise hides the gradient
-    "Number of items (see `unit`) for which the noise in their mean gradient is as large as the gradient"
+    "Number of items (see `unit`) at which the noise in the mean gradient is as large as the gradient"
     return scale_of(self.trace, self.grad_sq)
 
 @patch

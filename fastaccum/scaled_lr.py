@@ -20,7 +20,7 @@ from .core.warnings import more_link
 
 # %% ../nbs/08_scaled_lr.ipynb #scaled-lr
 class ScaledLR(PatchingCallback):
-    """Scale each step's learning rate with its number of samples, relative to `base_bs`
+    """Scale the learning rate of each step with the step's number of samples, relative to `base_bs`
 
     TypeError: `base_bs` is not a whole number
     ValueError: `base_bs` is below 1, or `rule` is unknown; when a fit starts, the Learner has two

@@ -161,7 +161,7 @@ class _Scheduled(GradientAccumulation):
 class GradientAccumulationSchedule(_Scheduled):
     """Change the effective batch size gradually during training
 
-    The arguments from `log_accum_batch` on, and the errors raised during a fit, are those of
+    For the arguments from `log_accum_batch` on, and for errors raised during a fit, see
     `GradientAccumulation`.
 
     TypeError: a size is not a whole number, `start` or `finish` is not a number, or `schedule` is
@@ -236,7 +236,7 @@ def before_fit(self:GradientAccumulationSchedule):
 class GradientAccumulationScheduler(_Scheduled):
     """Change the number of micro-batches per step at given epochs or steps
 
-    The arguments from `log_accum_batch` on, and the errors raised during a fit, are those of
+    For the arguments from `log_accum_batch` on, and for errors raised during a fit, see
     `GradientAccumulation`.
 
     TypeError: `scheduling` is not a dict, is empty, or has keys or values that are not `int`s

@@ -1,4 +1,4 @@
-"""A `WandbCallback` that works around a TypeError in fastai 2.8.9 to 2.8.12, and a function to read offline runs.
+"""Log to Weights & Biases without the TypeError of fastai 2.8.9 to 2.8.12, and read offline runs.
 
 Docs: https://fastaccum.github.io/fastaccum/wandb.html.md"""
 

@@ -1,4 +1,4 @@
-"""Reject settings that cannot work, before any weights are updated, with errors that say what to do.
+"""Before weights are updated, reject settings that cannot work, and say in the error how to fix them.
 
 Docs: https://fastaccum.github.io/fastaccum/core/checks.html.md"""
 

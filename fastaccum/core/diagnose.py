@@ -1,4 +1,4 @@
-"""Find the modules, losses and callbacks that make the gradients of micro-batches differ.
+"""Find the modules, losses and callbacks that make micro-batch and whole-batch gradients differ.
 
 Docs: https://fastaccum.github.io/fastaccum/core/diagnose.html.md"""
 

@@ -1,4 +1,4 @@
-"""Warn about anything that makes a fit differ from the full-batch run.
+"""Warn about what makes a fit differ from the full-batch run.
 
 Docs: https://fastaccum.github.io/fastaccum/core/differences.html.md"""
 

@@ -1,4 +1,4 @@
-"""Train on several processes, and sum their gradients once per step.
+"""Train in several processes, and sum their gradients once per step.
 
 Docs: https://fastaccum.github.io/fastaccum/core/distributed.html.md"""
 

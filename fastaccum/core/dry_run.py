@@ -1,4 +1,4 @@
-"""Run fits that leave the Learner as it was.
+"""Run fits that leave the Learner unchanged.
 
 Docs: https://fastaccum.github.io/fastaccum/core/dry_run.html.md"""
 

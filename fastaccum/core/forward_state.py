@@ -1,4 +1,4 @@
-"""Save the state from which a forward pass starts, restore it, or run a pass from it again.
+"""Save and restore the state from which a forward pass starts, and rerun a pass from this state.
 
 Docs: https://fastaccum.github.io/fastaccum/core/forward_state.html.md"""
 

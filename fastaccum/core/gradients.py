@@ -1,4 +1,4 @@
-"""Empty, scale and sum gradients, detect changes by other code, and undo a failed backward pass.
+"""Clear, scale and sum gradients, detect changes made by other code, and undo a failed backward pass.
 
 Docs: https://fastaccum.github.io/fastaccum/core/gradients.html.md"""
 

@@ -1,4 +1,4 @@
-"""Read the batch size and length of any training loader, and make similar loaders with another batch size.
+"""Read a training loader's batch size and length, and make similar loaders with a different batch size.
 
 Docs: https://fastaccum.github.io/fastaccum/core/loader_info.html.md"""
 

@@ -1,4 +1,4 @@
-"""Plan a training run: the number of steps in each epoch, and the number of samples in each step.
+"""Plan a training run: how many steps each epoch has, and how many samples each step has.
 
 Docs: https://fastaccum.github.io/fastaccum/core/plan.html.md"""
 

@@ -1,4 +1,4 @@
-"""Test whether the loss of a micro-batch is the mean of its parts' losses.
+"""Test whether the loss of a micro-batch is the mean of the losses of its parts.
 
 Docs: https://fastaccum.github.io/fastaccum/core/probe.html.md"""
 

@@ -1,4 +1,4 @@
-"""Reject settings that multi-process training does not support, before any weights are updated.
+"""Before weights are updated, reject settings that multi-process training does not support.
 
 Docs: https://fastaccum.github.io/fastaccum/core/process_checks.html.md"""
 

@@ -1,4 +1,4 @@
-"""Wrap a training loader in one whose batches are optimizer steps.
+"""Wrap a training loader in a loader whose batches are optimizer steps.
 
 Docs: https://fastaccum.github.io/fastaccum/core/step_loader.html.md"""
 

@@ -1,4 +1,4 @@
-"""Give warnings a category, the user's line of code, and a link to an explanation.
+"""Issue warnings that have a category, point to the user's line of code, and link to an explanation.
 
 Docs: https://fastaccum.github.io/fastaccum/core/warnings.html.md"""
 

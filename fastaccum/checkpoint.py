@@ -75,9 +75,9 @@ def check_segments(segments:object)->object:
         return check_function('segments', segments, 1, example)
     item_type = {tuple:type, list:nn.Module}.get(type(segments))
     if item_type and segments and all(isinstance(o, item_type) for o in segments): return segments
-    raise TypeError("`segments` must be a class or a tuple of classes, a list of modules that is not "
-        f"empty, or a function of a module, and this {type(segments).__name__} is none of these: pass "
-        "for example `segments=nn.TransformerEncoderLayer`" + more_link('segments'))
+    raise TypeError(f"`segments` got a {type(segments).__name__}, which it cannot use: pass a class or "
+        "a tuple of classes, such as `segments=nn.TransformerEncoderLayer`, a list of modules that is "
+        "not empty, or a function of a module" + more_link('segments'))
 
 # %% ../nbs/04_checkpoint.ipynb #unwrapped
 def unwrapped(model:nn.Module)->nn.Module:

@@ -31,7 +31,7 @@ examples = {
     'the training …, so with batches of … it …': 'the training LMDataLoader cuts the text into as many streams as …',
     '… of … samples are left out of each …': '58 of 250 samples are left out of …',
     'epoch … has … samples, too few for a …': 'epoch 0 has 48 samples, too few for …',
-    '… BatchNorm layers normalize with the … samples of …': '20 BatchNorm layers normalize with the 16 samples …',
+    '… BatchNorm layers normalize over the … samples of …': '20 BatchNorm layers normalize over the 16 samples …',
     '`micro_batch_size=…` is larger than the … samples in …': '`micro_batch_size=64` is larger than the 16 samples …',
     '`accum_bs=…` is more than the … samples that …': '`accum_bs=5000` is more than the 1400 samples …',
     '… keeps its state from one micro-batch to …': 'LSTM keeps its state from one micro-batch …',

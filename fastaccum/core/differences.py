@@ -94,11 +94,12 @@ def _warn_batchnorms(self:DifferenceWarnings, model, step, micro):
     n = micro.n*self.processes.n if is_synced else micro.n
     is_one = len(bns)==1
     layers = '1 BatchNorm layer normalizes' if is_one else f'{len(bns)} BatchNorm layers normalize'
-    self.warn_once('batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
-        f"{step.n_all} of a step, so this run differs from the full-batch run. If `bs={step.n_here}` "
-        "fits in memory with `ActivationCheckpoint()`, use that instead of accumulating. Otherwise, add "
-        "`FreezeBN(lambda m: m[0])` if the body is pretrained, or make micro-batches larger and call "
-        f"`learn.recalibrate_bn({step.n_here})` after training", BatchNormWarning)
+    self.warn_once('batchnorm', f"{layers} over the {n} samples of a micro-batch instead of the "
+        f"{step.n_all} samples of a step, so this run differs from the full-batch run. If "
+        f"`bs={step.n_here}` fits in memory with `ActivationCheckpoint()`, use that instead of "
+        "accumulating. Otherwise, freeze a pretrained body with `FreezeBN(lambda m: m[0])`, or use "
+        f"larger micro-batches and call `learn.recalibrate_bn({step.n_here})` after training",
+        BatchNormWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #warn-grouping
 @patch
@@ -279,7 +280,7 @@ def more_batches(self:DifferenceWarnings, n_steps:int):
     # If batches are larger than planned, the steps need fewer of them, so some are left. `larger_batch`
     # has already warned that batches are larger.
     if 'larger-batches' in self.warn_once.given: return
-    self.warn_once('more-batches', "the training loader yields more batches than its length says, so "
-        f"learning rates are planned for {n_steps} steps only, and the last of these may be smaller "
-        "than the rest. Correct `__len__`: that of a loader returns the number of batches, that of a "
-        "dataset the number of samples")
+    self.warn_once('more-batches', "the training loader yields more batches than its `__len__` "
+        f"returns, so learning rates are planned for {n_steps} steps only, and the last step may have "
+        "fewer samples. Let `__len__` return the number of batches, or that of an IterableDataset the "
+        "number of samples")

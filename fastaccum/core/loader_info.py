@@ -159,8 +159,8 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     if not res:
         of_size = f' of {bs} samples' if bs else ''
         raise ValueError(f"the training loader has no batch{of_size}, because its dataset has too few "
-            "samples. Pass a smaller size, or create the DataLoaders with a smaller `bs` or with "
-            "`drop_last=False`" + more_link('no-batch'))
+            "samples. If you passed `accum_bs`, lower it. Otherwise, create the DataLoaders with a "
+            "smaller `bs` or with `drop_last=False`" + more_link('no-batch'))
     return res,samples_of(learn, res[0], bs)
 
 # %% ../../nbs/core/01_loader_info.ipynb #order

@@ -179,10 +179,10 @@ def _warn_fewer(self:StepLoader, n):
     if self.drop_last or not planned: needed = sum(planned)
     else: needed = sum(planned[:-1])+1
     if n>=needed: return
-    self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, too few for "
-        f"the {len(planned)} steps that were planned from its `__len__` and `bs`, so a learning rate "
-        "schedule does not reach its end. Let `__len__` return the number of batches, and give the "
-        "loader an attribute `n`, the number of samples")
+    self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, but "
+        f"{len(planned)} steps were planned from its `__len__` and `bs`, so a learning rate schedule "
+        "stops before its end. Let `__len__` return the number of batches, and set the loader's "
+        "attribute `n` to the number of samples")
 
 @patch
 def _unplanned(self:StepLoader, batches, are_several):

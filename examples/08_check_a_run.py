@@ -1,4 +1,4 @@
-"""Ask whether accumulation gives the result of the full batch with your model, and if not, why."""
+"""Ask whether accumulation gives the result of the full-batch run with your model, and if not, why."""
 from tempfile import TemporaryDirectory
 from fastai.vision.all import *
 from fastaccum import FreezeBN, GradientAccumulation  # isort: skip

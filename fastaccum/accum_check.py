@@ -123,7 +123,7 @@ class _Setup:
         self.splits_batches = False
         if plan is not None:
             loader = plan.loaders[0]
-            may_split = limit is not None and limit.splits(loader.bs)
+            may_split = limit is not None and limit.may_split(loader.bs)
             self.splits_batches = may_split and plan.accum_bs_at(0)==loader.bs
         # True if each batch of the loader is a micro-batch. It is also True without fastaccum's
         # callbacks, because `accum_check` then accumulates the loader's batches itself.

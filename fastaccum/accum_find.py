@@ -102,8 +102,8 @@ def _measure(learn, acc, size, bs, n_steps, lr):
     n_batches = ceil((n_steps+20)*size/bs)
     settings = {}
     if acc is not None:
-        # `capped` returns a copy of the limit. If memory runs out here, only the copy shrinks, because a
-        # fit does not use batches of this size.
+        # `capped` returns a copy of the limit: if memory runs out here, the callback's own limit stays as
+        # it was
         limit = None if acc.limit is None else acc.limit.capped(acc.micro_batch_size)
         settings = dict(n_items=acc.n_items, micro_batch_size=limit)
     noise = NoiseScale(1)
@@ -137,7 +137,7 @@ class FoundAccum:
         self.scale = self.scales[-1]
         noise_hides_gradient = not np.isfinite(self.scale)
         best = readings[0].samples if noise_hides_gradient else self.scale
-        # a step can have at most the complete micro-batches of an epoch
+        # the samples in the largest possible step: those of an epoch, rounded down to whole micro-batches
         largest = max(1, n//micro_bs)*micro_bs
         self.capped = best>largest
         self.accum_bs = largest if self.capped else max(1, round(best/micro_bs))*micro_bs

@@ -173,7 +173,7 @@ def _split_words(self:GradientAccumulation):
     "Describe how batches are split; return an empty string if they are not"
     if self.limit is None: return ''
     if self.micro_batch_size: return f' (micro-batches of at most {self.micro_batch_size})'
-    return f', {self.limit.words}'
+    return f', {self.limit.words}' if self.limit.words else ''
 
 # %% ../nbs/00_accumulation.ipynb #events
 @patch
@@ -268,7 +268,7 @@ def before_validate(self:GradientAccumulation):
     self.learn.dl = OneBatchLoader(self.learn, self.dl, partial(run, loop))
 
 @patch
-def before_update(self:GradientAccumulation, step:Step):
+def record_step(self:GradientAccumulation, step:Step):
     "Do nothing when the gradients of a step are complete; schedules override this to record its size"
 
 # %% ../nbs/00_accumulation.ipynb #plan

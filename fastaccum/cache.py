@@ -84,7 +84,7 @@ def check_cached(learn:Learner, limit:MicroBatchLimit):
     check_learner(learn)
     acc = our_callback(learn, 'GradientAccumulation')
     bs = size_of(learn.dls.train)
-    if acc is not None and acc.limit is not None and acc.limit.splits(bs or 0):
+    if acc is not None and acc.limit is not None and acc.limit.may_split(bs or 0):
         raise ValueError("GradientAccumulation would split batches by "
             f"`micro_batch_size={acc.limit!r}` before the loss, which has to see "
             "whole batches: pass the size to `GradientCache` only"

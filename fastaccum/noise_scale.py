@@ -196,7 +196,7 @@ def before_backward(self:NoiseScale):
 def _note_norm(self:NoiseScale, micro, param_id, g):
     "Record the norm of a parameter's gradient `g`"
     # after the backward pass of the micro-batch, only other callbacks run backward passes
-    is_of_other_callback = micro.ran
+    is_of_other_callback = micro.has_run
     if is_of_other_callback: return
     if param_id in self.norms:
         self._warn('a gradient came in parts, as through GradientCache or reentrant checkpoints')

@@ -138,7 +138,7 @@ class _Scheduled(GradientAccumulation):
         super().before_fit()
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs = []
 
-    def before_update(self, step:Step):
+    def record_step(self, step:Step):
         "Record the effective batch size, also in the Recorder"
         self.current_bs = step.full
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs.append(self.current_bs)

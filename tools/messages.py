@@ -37,7 +37,7 @@ examples = {
     '… keeps its state from one micro-batch to …': 'LSTM keeps its state from one micro-batch …',
     '… has an optimizer of its own, which …': 'CycleGANTrainer has an optimizer of its own …',
     "… mixes the … samples of a loader's batch …": "MixUp mixes the 16 samples of a loader's …",
-    '… was switched off or removed in the …': 'GradientAccumulation was switched off or removed in …',
+    '… was switched off or removed during an …': 'GradientAccumulation was switched off or removed …',
     '`start=…` is later than `finish=…` …': '`start=5` is later than `finish=2` …',
     'the key … in `scheduling=…` is negative …': 'the key -1 in `scheduling={-1: 2}` is negative …',
     'the value … in `scheduling=…` is below 1 …': 'the value 0 in `scheduling={0: 0}` is below …',

@@ -229,7 +229,8 @@ def _try_step(self:Compare, in_parts):
         if is_out_of_memory(e) or is_ours_for_whole: raise
         try: self.step(in_parts)
         except Exception: pass
-        else: raise   # the error does not come again with the same sizes, so other sizes are no remedy
+        # the second try with the same sizes worked, so the sizes are not the cause: raise the first error
+        else: raise
         on = 'a part of the batch' if in_parts else 'the whole batch'
         self.why = self.why or _describe_failure(e, self.run.learn, on)
 

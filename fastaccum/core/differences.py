@@ -97,9 +97,9 @@ def _warn_batchnorms(self:DifferenceWarnings, model, step, micro):
     self.warn_once('batchnorm', f"{layers} over the {n} samples of a micro-batch instead of the "
         f"{step.n_all} samples of a step, so this run differs from the full-batch run. If "
         f"`bs={step.n_here}` fits in memory with `ActivationCheckpoint()`, use that instead of "
-        "accumulating. Otherwise, freeze a pretrained body with `FreezeBN(lambda m: m[0])`, or use "
-        f"larger micro-batches and call `learn.recalibrate_bn({step.n_here})` after training",
-        BatchNormWarning)
+        "accumulating. Otherwise, use larger micro-batches and call "
+        f"`learn.recalibrate_bn({step.n_here})` after training, or freeze a pretrained body with "
+        "`FreezeBN(lambda m: m[0])`", BatchNormWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #warn-grouping
 @patch

@@ -88,6 +88,8 @@ class Processes:
     def agree(self, must_match:dict, mine:list)->list:
         """Exchange the whole numbers `mine`, and return the lists of all processes in order of rank
 
+        Synchronizes the GPU if there are several processes.
+
         ValueError: a value in `must_match` (name of a setting -> whole number) differs between processes
         """
         if self.n==1: return [mine]

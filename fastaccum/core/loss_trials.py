@@ -128,7 +128,7 @@ def _warn_not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
             f"loss is meant to be a mean, use `reduction='mean'`. {if_pairs}")
     else:
         remedy = ("If it averages other items, such as tokens, pass `n_items=`, a function that counts "
-            f"these items; if one of its terms is a sum, let that term be a mean. {if_pairs}")
+            f"these items; if one of its terms is a sum, turn that term into a mean. {if_pairs}")
     kind = 'sum' if mean.is_sum else 'mean'
     self.warn_once('loss-not-a-mean', f"your loss is not a {kind} over {_items(mean)} "
         f"({_shown(probed.off)}), so this run differs from the full-batch run. {remedy}", LossWarning)
@@ -197,8 +197,8 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     parts = leaves((*learn.yb,*learn.xb))
     def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
     labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
-    # Reading labels synchronizes the GPU, so it counts as a trial. `_batch_to_test` has already counted
-    # a trial, unless the micro-batch is a single sample that waits for the next one.
+    # Reading labels synchronizes the GPU, so it uses up one of the epoch's trials. `_batch_to_test` has
+    # subtracted this trial from `n_left` already, except for a single sample that waits for another one.
     if labels and self.waiting is not None: self.n_left -= 1
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()

@@ -222,7 +222,7 @@ class MicroBatchLimit:
         res.max_train,res.max_valid = n,None
         return res
 
-    def splits(self, n:int)->bool:
+    def may_split(self, n:int)->bool:
         "Whether a batch of `n` samples is split, or may be split"
         return True
 
@@ -253,7 +253,7 @@ class FixedSize(MicroBatchLimit):
     @property
     def fixed_size(self)->int: return self.max_train
     def __repr__(self): return str(self.max_train)
-    def splits(self, n:int)->bool: return n>self.max_train
+    def may_split(self, n:int)->bool: return n>self.max_train
 
 # %% ../../nbs/core/12_micro_batches.ipynb #auto-size-class
 class AutoSize(MicroBatchLimit):
@@ -319,8 +319,8 @@ def report(self:AutoSize, training:bool):
     n,reason = self.unreported
     self.unreported = None
     phase = 'validation' if not training else 'training'
-    warn(f"memory ran out with a micro-batch of {n} samples. You need not do anything: they were run "
-        f"again, and {phase} continues with at most {self.max_samples(training)} samples per "
+    warn(f"memory ran out with a micro-batch of {n} samples. No action is needed: these samples were "
+        f"run again, and {phase} continues with at most {self.max_samples(training)} samples per "
         f"micro-batch. The error was: {reason}" + more_link('memory-ran-out'))
 
 # %% ../../nbs/core/12_micro_batches.ipynb #as-size
@@ -351,8 +351,9 @@ class MicroBatch:
         self.loss_changes = []
         self.share = 1.         # weight of this micro-batch's loss in the mean loss of the step
         self.has_share = False  # whether `share` was computed; if not, it is the default
-        # whether the backward pass has run; a micro-batch without one is left out of the step
-        self.ran = False
+        # whether the micro-batch has run to the end of its backward pass; otherwise, it is left out of
+        # the step
+        self.has_run = False
         self.batch = None       # inputs and targets of the micro-batch, if the Learner's batch is split
 
 @contextmanager
@@ -417,7 +418,7 @@ class Retries:
             # free the graph of the failed micro-batch, which these attributes hold
             learn.pred = learn.loss = learn.loss_grad = micro.pred = micro.loss_grad_fn = None
             self.unfinished.append(Failed(micro.stop, undo_backward()))
-        def may_retry(): return not micro.ran
+        def may_retry(): return not micro.has_run
         fits = self.limit.attempt(micro.stop-micro.start, self.training, run, undo, may_retry)
         if fits: self._succeeded(micro)
         return fits
@@ -426,7 +427,7 @@ class Retries:
 @patch
 def _succeeded(self:Retries, micro):
     "If all samples of a failed micro-batch have run again, restore the gradients in `Failed.grads`"
-    if not micro.ran and any(o.grads for o in self.unfinished):
+    if not micro.has_run and any(o.grads for o in self.unfinished):
         raise torch.OutOfMemoryError("memory ran out in the middle of a backward pass, and when the "
             f"samples were run again, a callback cancelled {micro.n} of them, although some gradients "
             "already contain them. Create the DataLoaders with a size that fits, such as "

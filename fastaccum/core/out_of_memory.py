@@ -36,12 +36,12 @@ def explain_fixed_size(e:BaseException, cb:object):
     "If memory ran out in training, append to the message of `e` how the callback `cb` splits batches"
     if not is_out_of_memory(e): return
     if cb.limit is not None and cb.limit.shrinks:
-        remedy = "The part of the step that ran out of memory is not split: use a smaller `bs`"
-    else:
-        smaller = '`bs`' if cb.limit is None else '`micro_batch_size`'
-        remedy = (f"Pass `micro_batch_size='auto'` to {type(cb).__name__}, which splits a batch when "
-            f"memory runs out and keeps the steps as they are, or use a smaller {smaller}")
-    append_message(e, remedy + more_link('fixed-size-does-not-fit'))
+        return append_message(e, "The part of the step that ran out of memory is not split: use a "
+            "smaller `bs`" + more_link('fixed-size-does-not-fit'))
+    smaller = '`bs`' if cb.limit is None else '`micro_batch_size`'
+    append_message(e, f"Pass `micro_batch_size='auto'` to {type(cb).__name__}, which splits a batch "
+        f"when memory runs out and keeps the steps as they are, or use a smaller {smaller}"
+        + more_link('fixed-size-does-not-fit'))
 
 def explain_unsplit_validation(e:BaseException, cb:object):
     "If memory ran out in validation, append to the message of `e` what helps; `cb` is the callback"

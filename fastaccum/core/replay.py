@@ -43,11 +43,17 @@ def _has_rows(x, y, nx, ny):
     if has_pairs: _refuse(x, nx)
     return True
 
-def _is_equal(x, y):
-    if isinstance(x, torch.Tensor):
-        return isinstance(y, torch.Tensor) and x.dtype==y.dtype and torch.equal(x, y)
-    is_plain = type(x) is type(y) and isinstance(x, (bool,int,float,str,bytes))
-    return x is y or is_plain and x==y
+def _are_equal(xs):
+    "Whether all outputs are equal; if they are tensors, synchronize the GPU once"
+    *others,last = xs
+    if isinstance(last, torch.Tensor):
+        def is_alike(x): return isinstance(x, torch.Tensor) and x.dtype==last.dtype and x.shape==last.shape
+        if not others or not all(map(is_alike, others)): return not others
+        return not torch.stack([(x!=last).any() for x in others]).any()
+    def is_same(x):
+        is_plain = type(x) is type(last) and isinstance(x, (bool,int,float,str,bytes))
+        return x is last or is_plain and x==last
+    return all(map(is_same, others))
 
 def _join_outputs(xs, ns, has_rows):
     "Join the outputs `xs` of micro-batches of `ns` samples into the output of the whole batch"
@@ -57,8 +63,7 @@ def _join_outputs(xs, ns, has_rows):
             if not isinstance(x, torch.Tensor): _refuse(x, n)
             if x.shape!=(n,*last.shape[1:]) or x.dtype!=last.dtype: _refuse(x, n)
         return torch.cat([x.detach().as_subclass(torch.Tensor) for x in xs])
-    for x,n in zip(xs, ns):
-        if not _is_equal(x, last): _refuse(x, n)
+    if not _are_equal(xs): _refuse(xs[0], ns[0])
     return last.detach().as_subclass(torch.Tensor).clone() if isinstance(last, torch.Tensor) else last
 
 # %% ../../nbs/core/29_replay.ipynb #notices

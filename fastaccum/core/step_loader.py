@@ -147,6 +147,7 @@ class StepLoader(OneBatchLoader):
         self.processes.pause_sync(False)
 
     def items(self):
+        "Yield the steps of the epoch; with several processes, yield all planned steps, even empty ones"
         # Until `end` is called, DDP must not synchronize gradients after each backward pass: they are
         # added up over all processes once, at the end of a step.
         self.processes.pause_sync(True)

@@ -168,10 +168,10 @@ def run_step(self:StepLoop, i:int, step:Step):
 
 @patch
 def _begin_step(self:StepLoop, i, step):
+    "Start the state of step `i`; refuse a step if the callback was switched off or removed"
     if not self.acc.run or self.acc not in self.learn.cbs:
-        raise RuntimeError(f"{type(self.acc).__name__} was switched off or removed in the middle of an "
-            "epoch, when a step may be half done: do this in `before_epoch` or `after_epoch` instead"
-            + more_link('middle-of-an-epoch'))
+        raise RuntimeError(f"{type(self.acc).__name__} was switched off or removed during an epoch: do "
+            "this in `before_epoch` or `after_epoch` instead" + more_link('middle-of-an-epoch'))
     if not step.is_planned: self.differences.more_batches(i)
     self.step,self.micro = step,None
     self.n_left_out = 0
@@ -195,15 +195,15 @@ def _run_batch(self:StepLoop, b, n):
     self.n_batches += 1
     learn.n_iter = max(self.n_planned, self.n_batches)   # the loader may yield more batches than planned
     if n>self.loader.sizes.bs: self.differences.larger_batch(n)
-    is_split = self.limit is not None and self.limit.splits(n)
+    may_split = self.limit is not None and self.limit.may_split(n)
     # note all attributes now: attributes that callbacks set in `before_batch` are split as well
-    changed = ChangedAttrs([learn,*learn.cbs]) if is_split else None
+    changed = ChangedAttrs([learn,*learn.cbs]) if may_split else None
     learn._split(b if is_on(self.batch_device, b) else learn._set_device(b))
     if self.loss_trials.n_left>0: self.loss_trials.begin_batch(learn)
     try: self.events.send('before_batch')
     except CancelBatchException: return self._cancelled_batch()
     with self.differences.watch_state(learn, self.step, is_first=not self.mean.n_micro_batches):
-        if is_split: self._run_split(n, changed)
+        if may_split: self._run_split(n, changed)
         else: self._run_micro_batch()
 
 # %% ../../nbs/core/15_step_loop.ipynb #micro
@@ -212,7 +212,7 @@ def _run_micro_batch(self:StepLoop):
     "Run forward pass, loss and backward pass, as fastai's `_do_one_batch` does"
     try: self.forward_backward()
     except CancelBatchException: self._cancelled_batch()
-    if self.micro.ran and self.train_metrics:
+    if self.micro.has_run and self.train_metrics:
         for metric in self.learn.metrics: metric.accumulate(self.learn)
 
 @patch
@@ -278,7 +278,7 @@ def _backward(self:StepLoop):
     # backward pass of the step's last micro-batch, so that PyTorch raises its usual error.
     must_raise = not mean.needs_grad and mean.samples+self.micro.n>=self.step.target
     if learn.loss_grad.requires_grad or must_raise: learn._backward()
-    self.micro.ran = True
+    self.micro.has_run = True
 
 # %% ../../nbs/core/15_step_loop.ipynb #share
 @patch
@@ -290,7 +290,7 @@ def share_loss(self:StepLoop):
     # with `grad_sums`, gradients and not the loss are multiplied by the share, after the backward pass
     if mean.is_sum: self._share_penalty()
     elif not self.grad_sums.in_use: learn.loss_grad = plain_tensor(learn.loss_grad)*micro.share
-    # skip the last micro-batch of a step: if it is the whole step, it cannot differ from the full batch
+    # do not test a step's last micro-batch: it may be the whole step, and earlier ones were tested
     if mean.samples+micro.n>=self.step.target: return
     self.loss_trials.test_micro_batch(learn, micro, mean, warns=not self.processes.rank)
     self.differences.check_micro_batch(learn, self.step, micro)
@@ -319,7 +319,7 @@ def count_micro_batch(self:StepLoop):
 def _cancelled_batch(self:StepLoop):
     "After `CancelBatchException`: leave the micro-batch out, unless its backward pass has run"
     self.events.send('after_cancel_batch')
-    if not self.micro.ran: self._leave_out()
+    if not self.micro.has_run: self._leave_out()
 
 @patch
 def _leave_out(self:StepLoop):
@@ -340,7 +340,7 @@ def _cancelled_backward(self:StepLoop):
     self.events.send(event)
     if passes:
         check_left_out(self.processes, self.comms, False)
-        self.micro.ran = True
+        self.micro.has_run = True
         return self.acc.after_backward()
     self._leave_out()
     if before.changed():
@@ -352,8 +352,8 @@ def _cancelled_backward(self:StepLoop):
 # %% ../../nbs/core/15_step_loop.ipynb #ends
 @patch
 def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
-    "Send `after_batch` for a micro-batch that ends no step; `ends_batch`: whether it ends its batch"
-    is_recorded = not self.log_steps and self.micro.ran
+    "Send `after_batch` if no step follows; `ends_batch`: whether the micro-batch ends its batch"
+    is_recorded = not self.log_steps and self.micro.has_run
     if is_recorded:
         self.log_rows.n_more_rows += 1
         self.log_rows.before_micro_batch_row(self.learn)
@@ -391,7 +391,7 @@ def _complete_grads(self:StepLoop)->bool:
     self.processes.sum_grads(params, grads)
     for p,g in grads.items(): p.grad = (g.coalesce() if g.is_sparse else g).to(p.dtype)
     self.processes.share_buffers()
-    self.acc.before_update(self.step)
+    self.acc.record_step(self.step)
     return True
 
 # %% ../../nbs/core/15_step_loop.ipynb #take

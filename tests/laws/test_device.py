@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
-from fastai.vision.all import Callback, CancelFitException, GradientClip, MixedPrecision, RMSProp, accuracy
+from fastai.vision.all import Callback, CancelFitException, GradientClip, MixedPrecision, Module, RMSProp, accuracy
 from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
     GradientCache, NoiseScale, RecalibrateBN, StateWarning)
 from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, one_cycle, toy, toy_data
@@ -182,6 +182,16 @@ def test_accum_find_suggests_the_same_size_as_on_the_cpu():
 # Synchronization
 
 with_dropout = nn.Sequential(nn.Linear(5, 6),nn.Dropout(),nn.Linear(6, 3))
+
+class WithScale(Module):
+    """A model that returns a parameter besides its predictions, as CLIP does
+
+    The parameter does not have a row for each sample.
+    """
+    def __init__(self): self.lin,self.scale = nn.Linear(5, 3),nn.Parameter(torch.ones(()))
+    def forward(self, x): return self.lin(x),self.scale
+def scaled_cross_entropy(pred, y): return F.cross_entropy(pred[0]*pred[1], y)
+
 # For each option: arguments of the Learner and of the fit, and how often the device is synchronized in each
 # fit, epoch and step
 synchronizations = {
@@ -204,7 +214,11 @@ synchronizations = {
     'noise':      (dict(cbs=lambda: [NoiseScale(every=1)]), 0, 4, 1),
     'checkpoint': (dict(cbs=lambda: [ActivationCheckpoint(nn.Linear)]), 0, 4, 0),
     # the second forward pass of the first micro-batch is compared with the first one
-    'cache':      (dict(bs=16, cbs=lambda: [GradientCache(micro_batch_size=4)], acc=None), 1, 0, 0)}
+    'cache':      (dict(bs=16, cbs=lambda: [GradientCache(micro_batch_size=4)], acc=None), 1, 0, 0),
+    # in each batch, the parameters that its four micro-batches return are compared at once; there are half as
+    # many batches in validation
+    'cache_scale':(dict(bs=16, cbs=lambda: [GradientCache(micro_batch_size=4)], acc=None, splitter=all_params,
+        model=lambda: WithScale().double(), loss_func=scaled_cross_entropy), 2, 0, 1.5)}
 
 @pytest.mark.parametrize('option', synchronizations)
 def test_how_often_the_device_is_synchronized(option):

@@ -336,8 +336,8 @@ def test_a_penalty_on_a_sum_is_warned_of_and_counts_once_a_step(f):
 
 words = {not_a_mean:('% off', "reduction = 'sum'", "reduction='mean'"),
     hidden_state:('Remembers', '`reset()`', 'bs=16', 'ActivationCheckpoint'),
-    batchnorm:('2 BatchNorm layers', '4 samples', '16 samples of a step', 'ActivationCheckpoint', 'FreezeBN',
-        'larger micro-batches', 'recalibrate_bn(16)')}
+    batchnorm:('2 BatchNorm layers', '4 samples', '16 samples of a step', 'ActivationCheckpoint',
+        'larger micro-batches', 'recalibrate_bn(16)', 'FreezeBN')}
 
 def learner_with_three_warnings():
     "Return a Learner whose fit warns of its loss, of its hidden state and of BatchNorm"

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader as TorchLoader, TensorDataset
 from fastai.vision.all import (Adam, Callback, CancelBatchException, CutMix, DataLoader, DataLoaders, GradientClip,
     Learner, OptimWrapper, RNNRegularizer, SGD, ShortEpochCallback, accuracy, noop)
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
+from fastaccum.core.micro_batches import MicroBatchLimit
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
 from common import CallAt, RecordAt, raise_oom_above, weights, weights_unchanged
 from small_learners import (DoubleMixUp, MappingBatch, MixUpLoss, all_params, make_application, random_floats,
@@ -237,3 +238,6 @@ def test_awd_lstm_keeps_its_hidden_state_if_batches_are_split(micro):
         learn.remove_cb(RNNRegularizer)   # `RNNRegularizer` computes in single precision
         learn.fit_one_cycle(2, 0.05, cbs=accumulating(16, size))
     assert_same_run(*learns)
+
+def test_a_limit_that_does_not_describe_itself_leaves_no_comma_behind():
+    assert repr(GradientAccumulation(16, micro_batch_size=MicroBatchLimit()))=='GradientAccumulation: 16 samples per step'

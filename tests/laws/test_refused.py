@@ -160,4 +160,4 @@ def test_learners_that_cannot_be_trained_are_refused_before_a_weight_changes(nm)
 
 def test_accumulation_cannot_be_switched_off_in_the_middle_of_an_epoch():
     off = RecordAt('after_step', lambda l: setattr(l.gradient_accumulation, 'run', False))
-    with pytest.raises(RuntimeError, match='middle of an epoch'): toy(4).fit(1, cbs=[GradientAccumulation(16),off])
+    with pytest.raises(RuntimeError, match='during an epoch'): toy(4).fit(1, cbs=[GradientAccumulation(16),off])

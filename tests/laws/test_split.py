@@ -240,4 +240,5 @@ def test_awd_lstm_keeps_its_hidden_state_if_batches_are_split(micro):
     assert_same_run(*learns)
 
 def test_a_limit_that_does_not_describe_itself_leaves_no_comma_behind():
-    assert repr(GradientAccumulation(16, micro_batch_size=MicroBatchLimit()))=='GradientAccumulation: 16 samples per step'
+    acc = GradientAccumulation(16, micro_batch_size=MicroBatchLimit())
+    assert repr(acc)=='GradientAccumulation: 16 samples per step'

@@ -102,8 +102,7 @@ def _measure(learn, acc, size, bs, n_steps, lr):
     n_batches = ceil((n_steps+20)*size/bs)
     settings = {}
     if acc is not None:
-        # `capped` returns a copy of the limit: if memory runs out here, the callback's own limit stays as
-        # it was
+        # `capped` returns a copy: if memory runs out here, the callback's own limit does not change
         limit = None if acc.limit is None else acc.limit.capped(acc.micro_batch_size)
         settings = dict(n_items=acc.n_items, micro_batch_size=limit)
     noise = NoiseScale(1)
@@ -137,7 +136,7 @@ class FoundAccum:
         self.scale = self.scales[-1]
         noise_hides_gradient = not np.isfinite(self.scale)
         best = readings[0].samples if noise_hides_gradient else self.scale
-        # the samples in the largest possible step: those of an epoch, rounded down to whole micro-batches
+        # samples in the largest possible step: an epoch's samples, rounded down to whole micro-batches
         largest = max(1, n//micro_bs)*micro_bs
         self.capped = best>largest
         self.accum_bs = largest if self.capped else max(1, round(best/micro_bs))*micro_bs

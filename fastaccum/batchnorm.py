@@ -299,7 +299,8 @@ def estimate(self:_Recalibration):
     except BaseException as e:
         uninterrupted(stats.put_back)
         if not is_out_of_memory(e): raise
-        size,remedy = 'the loader','create the DataLoaders with smaller batches'
+        size = 'the loader'
+        remedy = 'create the DataLoaders with smaller batches'
         if self.bs is not None:
             size = f'{self.bs} samples'
             remedy = f'pass a smaller `bs`, such as `bs={max(1, self.bs//2)}`'

@@ -114,6 +114,7 @@ def _items(mean):
     if isinstance(mean.counter.count, TargetCounter): return 'the targets that are not ignored'
     return 'samples' if mean.counter.n_items is None else 'the items that `n_items` counts'
 
+# %% ../../nbs/core/20_loss_trials.ipynb #loss-not-a-mean
 @patch
 def _warn_not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
     "Warn if the loss is not the mean of its parts' losses; return whether it is not"

@@ -331,7 +331,7 @@ def _loss_row(self:_Diagnosis):
     probe,tol = self.probe,self.tol
     if self.setup.loss_gets_whole: return Row('loss', 0., tol)
     if self.rest_off is not None and self.rest_off<=tol:
-        # The gradients agree, so micro-batches of `self.sizes` give the full batch's loss. But if
+        # The gradients agree, so micro-batches of `self.sizes` give the whole batch's loss. But if
         # `hidden_loss` is not 0, micro-batches of unequal sizes would give another loss.
         row = Row('loss', self.rest_off, tol)
         if probe.hidden_loss:

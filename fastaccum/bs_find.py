@@ -229,7 +229,7 @@ def _result(good, bad, n, trials):
         least = min(o.size for o in trials)
         remedy = 'use `ActivationCheckpoint()`, `learn.to_fp16()` or smaller inputs'
         if least>1: remedy = f'begin with a smaller batch, `learn.bs_find(init_val={least//2})`'
-        raise torch.OutOfMemoryError(f"no batch fits, not even one of {count_of(least, 'sample')}: "
+        raise torch.OutOfMemoryError(f"no batch fits, not even a batch of {count_of(least, 'sample')}: "
             f"{remedy}. The last error was: {trials[-1].error}" + more_link('out-of-memory'))
     if bad: reason = f'{bad} do not'
     else: reason = 'and the loader has no more' if good==n else '`max_trials` was reached'

@@ -282,5 +282,5 @@ def more_batches(self:DifferenceWarnings, n_steps:int):
     if 'larger-batches' in self.warn_once.given: return
     self.warn_once('more-batches', "the training loader yields more batches than its `__len__` "
         f"returns, so learning rates are planned for {n_steps} steps only, and the last step may have "
-        "fewer samples. Let `__len__` return the number of batches, or that of an IterableDataset the "
-        "number of samples")
+        "fewer samples. Let `__len__` return the number of batches in a loader, and the number of "
+        "samples in an IterableDataset")

@@ -168,7 +168,7 @@ def run_step(self:StepLoop, i:int, step:Step):
 
 @patch
 def _begin_step(self:StepLoop, i, step):
-    "Start the state of step `i`; refuse a step if the callback was switched off or removed"
+    "Start the state of step `i`; raise an error if the callback was switched off or removed"
     if not self.acc.run or self.acc not in self.learn.cbs:
         raise RuntimeError(f"{type(self.acc).__name__} was switched off or removed during an epoch: do "
             "this in `before_epoch` or `after_epoch` instead" + more_link('middle-of-an-epoch'))
@@ -290,7 +290,7 @@ def share_loss(self:StepLoop):
     # with `grad_sums`, gradients and not the loss are multiplied by the share, after the backward pass
     if mean.is_sum: self._share_penalty()
     elif not self.grad_sums.in_use: learn.loss_grad = plain_tensor(learn.loss_grad)*micro.share
-    # do not test a step's last micro-batch: it may be the whole step, and earlier ones were tested
+    # do not test the last micro-batch of a step: a step of a single micro-batch cannot differ
     if mean.samples+micro.n>=self.step.target: return
     self.loss_trials.test_micro_batch(learn, micro, mean, warns=not self.processes.rank)
     self.differences.check_micro_batch(learn, self.step, micro)

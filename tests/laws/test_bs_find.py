@@ -74,10 +74,10 @@ def test_the_measured_speed_of_a_compiled_model_leaves_out_the_compilation():
     assert all(o.speed>o.size/.2 for o in trials), trials
 
 def test_an_error_is_raised_if_no_size_fits():
-    with pytest.raises(torch.OutOfMemoryError, match='not even one of 1 sample:.*planted'):
+    with pytest.raises(torch.OutOfMemoryError, match='not even a batch of 1 sample:.*planted'):
         find_bs(capped(0), init_val=8)
     # BatchNorm cannot train on a single sample
-    with pytest.raises(torch.OutOfMemoryError, match='not even one of 1 sample'):
+    with pytest.raises(torch.OutOfMemoryError, match='not even a batch of 1 sample'):
         find_bs(capped(1, mid=lambda: nn.BatchNorm1d(6)))
 
 def test_the_size_is_limited_by_the_samples_and_by_the_number_of_trials():

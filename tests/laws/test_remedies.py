@@ -46,17 +46,16 @@ def test_steps_smaller_than_a_batch_are_what_the_warning_says_how_to_get():
     assert not messages_of(toy(16), GradientAccumulation(4, micro_batch_size=4))
     assert GradientAccumulation(4, micro_batch_size=4).plan(toy(16, n=64)).steps==[16]
 
-@pytest.mark.parametrize('unit', [1,8])
-def test_a_size_that_processes_round_up_is_named_and_gives_no_warning(unit):
+@pytest.mark.parametrize('micro_bs,split_words,parts', [(8,'','whole batches'), (4,'in parts','equal parts')])
+def test_a_size_that_processes_round_up_is_named_and_gives_no_warning(micro_bs, split_words, parts):
+    "The batches of 8 samples stay whole, or are split into micro-batches of 4"
     def warnings_of(accum_bs):
-        with collect_warnings() as collected:
-            loader = LoaderSizes(8, 64, 8 if unit>1 else 4)
-            Plan([loader]*2, accum_bs, split_words='' if unit>1 else 'in parts').check()
+        plan = Plan([LoaderSizes(8, 64, micro_bs)]*2, accum_bs, split_words=split_words)
+        with collect_warnings() as collected: plan.check()
         return [str(o.message) for o in collected]
     message, = warnings_of(65)
     rounded = int(message.split('pass `accum_bs=')[1].split('`')[0])
-    assert rounded>65 and not warnings_of(rounded)
-    assert ('whole batches' in message)==(unit>1)
+    assert rounded>65 and not warnings_of(rounded) and parts in message
 
 def test_a_schedule_too_large_for_an_epoch_is_told_to_lower_its_sizes():
     with pytest.raises(ValueError, match='Lower the sizes of the schedule'):
@@ -88,13 +87,11 @@ def test_a_loss_that_is_no_sum_although_it_says_so_is_told_what_a_sum_has_to_be(
     assert 'each of its terms must be a sum over samples' in message and 'n_items' not in message
 
 def test_the_check_that_a_warning_names_sees_the_callbacks_of_the_fit():
-    other = object()
     def adds_sum(learn):
-        assert other is not None   # the trial in the fit cannot copy `other`, so it cannot try this callback
         if learn.training: learn.loss_grad = learn.loss_grad+learn.pred.pow(2).sum()
     def penalty():
         cb = CallAt('after_loss', adds_sum)
-        cb.other = other
+        cb.other = object()   # a fit cannot copy this object, so it cannot try the callback on parts
         return cb
     learn,acc = toy(4, n=64),GradientAccumulation(16)
     message, = messages_of(learn, [acc,penalty()])
@@ -157,7 +154,7 @@ def test_auto_is_not_advised_to_a_callback_that_has_it():
 def test_a_search_that_began_too_high_names_the_size_to_begin_with():
     def model(): return nn.Sequential(nn.Linear(5, 3), LimitedMemory(runs_out_above(8, 'forward'))).double()
     def learn(): return toy(4, n=120, model=model, splitter=all_params)
-    with pytest.raises(torch.OutOfMemoryError, match=r'not even one of 32 samples.*bs_find\(init_val=16\)'):
+    with pytest.raises(torch.OutOfMemoryError, match=r'not even a batch of 32 samples.*bs_find\(init_val=16\)'):
         learn().bs_find(init_val=64, max_trials=2, show_plot=False)
     assert learn().bs_find(init_val=16, max_trials=3, show_plot=False).size==8
 

@@ -58,9 +58,9 @@ from fastaccum.batchnorm import FreezeBN, RecalibrateBN
 from fastaccum.cache import GradientCache
 from fastaccum.checkpoint import ActivationCheckpoint
 from fastaccum.core import import_order
-from fastaccum.core.micro_batches import AutoSize
-from fastaccum.core.warnings import (AccumulationWarning, BatchNormWarning, ImportOrderWarning,
+from fastaccum.base.messages import (AccumulationWarning, BatchNormWarning, ImportOrderWarning,
     LoaderWarning, LossWarning, StateWarning)
+from fastaccum.step.split import AutoSize
 from fastaccum.noise_scale import NoiseScale
 from fastaccum.scaled_lr import ScaledLR
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler

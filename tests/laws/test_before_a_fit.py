@@ -6,7 +6,7 @@ from fastai.vision.all import (CrossEntropyLossFlat, CutMix, DataLoader, DataLoa
 from fastaccum import (FreezeBN, GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler,
     GradientCache, ScaledLR)
 from fastaccum.core import import_order
-from fastaccum.core.warnings import WarnOnce
+from fastaccum.base.messages import WarnOnce
 from fastaccum.testing import assert_same_run, both_runs, one_cycle, toy
 from common import CallAt, LimitedMemory, runs_out_above
 from small_learners import all_params

@@ -12,7 +12,7 @@ from fastai.callback.data import PartialDL
 from fastai.learner import Learner
 from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
     GradientCache, NoiseScale, ScaledLR)
-from fastaccum.core.micro_batches import AutoSize
+from fastaccum.step.split import AutoSize
 from fastaccum.testing import assert_same_run, both_runs, toy, toy_data
 from common import CallAt, RecordAt, weights_unchanged
 from test_warned import count_warnings, fit, not_a_mean, warnings_and_runs, weights_apart

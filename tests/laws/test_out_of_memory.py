@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from fastai.vision.all import Callback, GradientClip, LossMetrics, accuracy, set_seed
 from fastaccum import AutoSize, GradientAccumulation, GradientCache
-from fastaccum.core.micro_batches import Division
+from fastaccum.step.split import Division
 from fastaccum.testing import CrossEntropy, assert_same_run, one_cycle, toy
 from common import (CpuLossScaling, CpuMixedPrecision, LimitedMemory, RaiseAt, RecordAt, collect_warnings,
     runs_out_above, runs_out_on_attempts, weights_unchanged)

@@ -5,8 +5,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader as TorchDataLoader
 from fastai.text.all import CrossEntropyLossFlat, DataLoader, DataLoaders, Module
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientCache
-from fastaccum.core.loader_info import LoaderSizes
-from fastaccum.core.plan import Plan
+from fastaccum.step.loader import LoaderSizes
+from fastaccum.step.plan import Plan
 from fastaccum.testing import assert_same_run, toy, toy_data
 from common import BatchListLoader, CallAt, LimitedMemory, collect_warnings, in_chunks, nt_xent, runs_out_above
 from small_learners import DoubleMixUp, MixUpLoss, all_params, language_model

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader as TorchLoader, TensorDataset
 from fastai.vision.all import (Adam, Callback, CancelBatchException, CutMix, DataLoader, DataLoaders, GradientClip,
     Learner, OptimWrapper, RNNRegularizer, SGD, ShortEpochCallback, accuracy, noop)
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
-from fastaccum.core.micro_batches import MicroBatchLimit
+from fastaccum.step.split import MicroBatchLimit
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
 from common import CallAt, RecordAt, raise_oom_above, weights, weights_unchanged
 from small_learners import (DoubleMixUp, MappingBatch, MixUpLoss, all_params, make_application, random_floats,

@@ -57,7 +57,6 @@ from fastaccum.accumulation import GradientAccumulation
 from fastaccum.batchnorm import FreezeBN, RecalibrateBN
 from fastaccum.cache import GradientCache
 from fastaccum.checkpoint import ActivationCheckpoint
-from fastaccum.core import import_order
 from fastaccum.base.messages import (AccumulationWarning, BatchNormWarning, ImportOrderWarning,
     LoaderWarning, LossWarning, StateWarning)
 from fastaccum.step.split import AutoSize

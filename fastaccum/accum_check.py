@@ -20,17 +20,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .accumulation import GradientAccumulation
 from .cache import check_cached
 from .checkpoint import unwrapped
-from .core.batch import split
-from .core.checks import check_count, check_learner, hooked_params, our_callback
-from .core.compare import Compare, grad_differences, relative_diff
-from .core.diagnose import (FirstBatchProbe, Row, callbacks_to_try, describe_modules,
+from .base.arguments import check_count, our_callback
+from .base.messages import more_link
+from .check.causes import (FirstBatchProbe, Row, callbacks_to_try, describe_modules,
     find_differing_callbacks)
-from .core.dry_run import DryRun
-from .core.loader_info import by_batch_size, n_of, resizable, size_of
-from .core.out_of_memory import free_memory, is_out_of_memory
-from .core.process_checks import check_search
-from .core.segments import find_segments
-from .core.warnings import more_link
+from .check.compare import Compare, grad_differences, relative_diff
+from .restore.dry_run import DryRun
+from .step.batch import split
+from .step.loader import by_batch_size, n_of, resizable, size_of
+from .step.memory import free_memory, is_out_of_memory
+from .tell.refuse import check_learner, check_search, hooked_params
+from .whole.segments import find_segments
+
 
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch

@@ -18,13 +18,14 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
 from .accumulation import GradientAccumulation
-from .core.checks import check_bool, check_count, our_callback
-from .core.dry_run import Batches, CountSteps, DryRun, no_step_remedy
-from .core.plan import round_up
-from .core.warnings import more_link
+from .base.arguments import check_bool, check_count, our_callback
+from .base.messages import more_link
+from .restore.dry_run import Batches, CountSteps, DryRun, no_step_remedy
+from .step.loader import samples_of, sizes_of
+from .step.plan import round_up
+from .tell.refuse import check_search
 from .noise_scale import NoiseScale, describe
-from .core.process_checks import check_search
-from .core.loader_info import samples_of, sizes_of
+
 
 # %% ../nbs/09_accum_find.ipynb #accum-find
 @patch

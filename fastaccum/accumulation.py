@@ -18,18 +18,18 @@ from fastai.imports import noop
 from fastai.learner import Learner
 from fastcore.basics import patch
 from torch import nn
-from .core.checks import (RefuseHalfGradients, check_bool, check_count, check_function,
-    check_learner, suggest_arguments)
-from .core.distributed import Processes, keep_in_memory
-from .core.loader_info import drops_last, sizes_of
-from .core.micro_batches import MicroBatchLimit, read_micro_batch_size
-from .core.patching import QuietCallback
-from .core.plan import LoaderSizes, Plan, Position, count_of
-from .core.process_checks import check_loaders, check_processes, check_wrapped, per_micro_batch_comms
-from .core.step_loader import OneBatchLoader, Step
-from .core.step_loop import CurrentStep, StepLoop
-from .core.valid_batch import run_valid_batch, run_whole_valid_batch
-from .core.warnings import more_link
+from .base.arguments import check_bool, check_count, check_function, suggest_arguments
+from .base.messages import more_link
+from .restore.state import QuietCallback
+from .step.loader import OneBatchLoader, Step, drops_last, sizes_of
+from .step.loop import CurrentStep, StepLoop
+from .step.plan import LoaderSizes, Plan, Position, count_of
+from .step.processes import Processes, keep_in_memory
+from .step.split import (MicroBatchLimit, read_micro_batch_size, run_valid_batch,
+    run_whole_valid_batch)
+from .tell.refuse import (RefuseHalfGradients, check_learner, check_loaders, check_processes,
+    check_wrapped, per_micro_batch_comms)
+
 
 # %% ../nbs/00_accumulation.ipynb #cb
 class GradientAccumulation(QuietCallback):

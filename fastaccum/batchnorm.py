@@ -18,15 +18,16 @@ from fastprogress.fastprogress import progress_bar
 from torch import distributed as dist, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from .core.batch import n_samples
-from .core.checks import check_count, check_function, our_callback
-from .core.dry_run import Snapshot, loader_state
-from .core.loader_info import n_of, resizable, size_of, with_size
-from .core.forward_state import devices_of, rng_state, set_rng_state
-from .core.patching import PatchingCallback, QuietCallback, uninterrupted
-from .core.warnings import more_link, warn
-from .core.out_of_memory import is_out_of_memory
-from .core.distributed import check_not_sharded, world_size
+from .base.arguments import check_count, check_function, our_callback
+from .base.messages import more_link, warn
+from .restore.dry_run import Snapshot, loader_state
+from .restore.state import (PatchingCallback, QuietCallback, devices_of, rng_state,
+    set_rng_state, uninterrupted)
+from .step.batch import n_samples
+from .step.loader import n_of, resizable, size_of, with_size
+from .step.memory import is_out_of_memory
+from .step.processes import check_not_sharded, world_size
+
 
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch

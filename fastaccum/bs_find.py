@@ -17,13 +17,14 @@ from fastcore.basics import noop, patch
 from matplotlib import pyplot as plt
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from .core.checks import check_bool, check_count, check_name
-from .core.dry_run import Batches, CountSteps, DryRun, no_step_remedy, training_device
-from .core.loader_info import batches_of, n_of, resizable, size_of, with_size
-from .core.plan import count_of
-from .core.warnings import more_link
-from .core.out_of_memory import free_memory, is_out_of_memory, watch_peak
-from .core.distributed import check_not_sharded, check_same, gather, world_size
+from .base.arguments import check_bool, check_count, check_name
+from .base.messages import more_link
+from .restore.dry_run import Batches, CountSteps, DryRun, no_step_remedy, training_device
+from .step.loader import batches_of, n_of, resizable, size_of, with_size
+from .step.memory import free_memory, is_out_of_memory, watch_peak
+from .step.plan import count_of
+from .step.processes import check_not_sharded, check_same, gather, world_size
+
 
 # %% ../nbs/06_bs_find.ipynb #bs-find
 @patch

@@ -13,17 +13,18 @@ from collections.abc import Callable
 from fastai.learner import Learner, Recorder
 from fastcore.basics import patch
 from torch.nn.parallel import DataParallel
-from .core.batch import n_samples, split
-from .core.checks import by_name, check_learner, check_single, our_callback
-from .core.loader_info import size_of
-from .core.distributed import Processes, check_not_sharded, world_size
-from .core.process_checks import check_wrapped, warn_comm_hooks
-from .core.patching import PatchingCallback, Patch, uninterrupted
-from .core.micro_batches import MicroBatchLimit, read_micro_batch_size
-from .core.differences import batchnorms, warn_chunks
-from .core.graph import graph_nodes
-from .core.replay import ReplayedForward
-from .core.warnings import BatchNormWarning, WarnOnce, more_link
+from .base.arguments import by_name, our_callback
+from .base.messages import BatchNormWarning, WarnOnce, more_link
+from .restore.state import Patch, PatchingCallback, uninterrupted
+from .step.batch import n_samples, split
+from .step.loader import size_of
+from .step.processes import Processes, check_not_sharded, world_size
+from .step.split import MicroBatchLimit, read_micro_batch_size
+from .tell.differences import batchnorms, warn_chunks
+from .tell.loss import graph_nodes
+from .tell.refuse import check_learner, check_single, check_wrapped, warn_comm_hooks
+from .whole.replay import ReplayedForward
+
 
 # %% ../nbs/03_cache.ipynb #cb
 class GradientCache(PatchingCallback):

@@ -18,13 +18,14 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
-from .core.checks import check_function, check_single
-from .core.distributed import check_not_sharded
-from .core.forward_state import ForwardState, devices_of
-from .core.gradients import is_compiled
-from .core.patching import PatchingCallback, Patch, uninterrupted
-from .core.warnings import more_link, warn
-from .core.segments import Segments, find_segments
+from .base.arguments import check_function
+from .base.messages import more_link, warn
+from .restore.state import ForwardState, Patch, PatchingCallback, devices_of, uninterrupted
+from .step.gradients import is_compiled
+from .step.processes import check_not_sharded
+from .tell.refuse import check_single
+from .whole.segments import Segments, find_segments
+
 
 # %% ../nbs/04_checkpoint.ipynb #cb
 class ActivationCheckpoint(PatchingCallback):

@@ -13,10 +13,12 @@ from functools import partial
 from typing import NamedTuple
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
-from .core.checks import check_count, check_single, our_callback
-from .core.gradients import params_of
-from .core.patching import PatchingCallback
-from .core.warnings import WarnOnce, more_link
+from .base.arguments import check_count, our_callback
+from .base.messages import WarnOnce, more_link
+from .restore.state import PatchingCallback
+from .step.gradients import params_of
+from .tell.refuse import check_single
+
 
 # %% ../nbs/07_noise_scale.ipynb #noise-scale
 class NoiseScale(PatchingCallback):

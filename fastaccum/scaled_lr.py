@@ -12,11 +12,13 @@ from typing import NamedTuple
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 from fastcore.foundation import L
-from .core.checks import by_name, check_count, check_name, check_single, our_callback
-from .core.distributed import Processes
-from .core.patching import PatchingCallback
-from .core.loader_info import sizes_of
-from .core.warnings import more_link
+from .base.arguments import by_name, check_count, check_name, our_callback
+from .base.messages import more_link
+from .restore.state import PatchingCallback
+from .step.loader import sizes_of
+from .step.processes import Processes
+from .tell.refuse import check_single
+
 
 # %% ../nbs/08_scaled_lr.ipynb #scaled-lr
 class ScaledLR(PatchingCallback):

@@ -20,11 +20,12 @@ from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
-from .core.checks import check_count, check_name
-from .core.micro_batches import MicroBatchLimit
-from .core.plan import count_of, round_up
-from .core.step_loader import Step
-from .core.warnings import more_link, warn
+from .base.arguments import check_count, check_name
+from .base.messages import more_link, warn
+from .step.loader import Step
+from .step.plan import count_of, round_up
+from .step.split import MicroBatchLimit
+
 
 # %% ../nbs/01_schedule.ipynb #moment
 def check_moment(name:str, o:int|float)->int|float:

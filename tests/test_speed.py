@@ -4,7 +4,7 @@ from contextlib import contextmanager
 import pytest, torch
 from fastai.vision.all import GradientAccumulation as FastaiGradientAccumulation, noop
 from fastaccum import GradientAccumulation, NoiseScale
-from fastaccum.core import mean
+from fastaccum.step import mean
 from fastaccum.testing import CrossEntropy, toy
 
 # methods of a tensor that copy a value to the CPU, and so synchronize a GPU

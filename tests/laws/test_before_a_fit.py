@@ -5,7 +5,7 @@ from fastai.vision.all import (CrossEntropyLossFlat, CutMix, DataLoader, DataLoa
     FastaiGradientAccumulation, Learner, MixUp, nn, set_seed, torch)
 from fastaccum import (FreezeBN, GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler,
     GradientCache, ScaledLR)
-from fastaccum.core import import_order
+from fastaccum.base import messages
 from fastaccum.base.messages import WarnOnce
 from fastaccum.testing import assert_same_run, both_runs, one_cycle, toy
 from common import CallAt, LimitedMemory, runs_out_above
@@ -249,7 +249,7 @@ def test_the_error_for_two_callbacks_says_where_each_was_given():
 
 def test_two_callbacks_of_both_kinds_are_not_also_warned_of(monkeypatch):
     "The warning of fastai's class says that the fit uses fastai's, and not fastaccum's"
-    monkeypatch.setattr(import_order, 'warn_once', WarnOnce())   # otherwise, a process warns only once
+    monkeypatch.setattr(messages, 'warn_once', WarnOnce())   # otherwise, a process warns only once
     learn,fastais = toy(4, cbs=GradientAccumulation(8)),FastaiGradientAccumulation(16)
     assert not count_warnings(lambda: refusal(learn, fastais))
 

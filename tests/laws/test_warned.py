@@ -14,7 +14,7 @@ from fastai.text.all import (Adam, BCEWithLogitsLossFlat, CancelBatchException, 
     DataLoaders, DiceLoss, FocalLossFlat, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, MSELossFlat, MixUp,
     Module, SGD, SortedDL, set_seed)
 from fastaccum import AccumulationWarning, FreezeBN, GradientAccumulation, GradientAccumulationSchedule
-from fastaccum.core import forward_state
+from fastaccum.restore import state
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, toy, toy_data, both_runs
 from common import (BatchListLoader, CallAt, CpuMixedPrecision, LimitedMemory, RecordAt, batch_dice_loss,
     collect_warnings, in_chunks, nt_xent, runs_out_above, trim_padding, weights, weights_unchanged)
@@ -278,7 +278,7 @@ def test_the_loss_is_tried_in_mixed_precision_and_on_a_device(f, expected, where
         own = SimpleNamespace(get_rng_state=lambda device: torch.get_rng_state(),
             set_rng_state=lambda o, device: torch.set_rng_state(o))
         monkeypatch.setattr(torch, 'get_device_module', lambda o: own)
-        monkeypatch.setattr(forward_state, 'devices_of', lambda modules: [torch.device('cpu')])
+        monkeypatch.setattr(state, 'devices_of', lambda modules: [torch.device('cpu')])
     cbs = [GradientAccumulation(32), *([] if where=='device' else [CpuMixedPrecision(where)])]
     assert count_warnings(lambda: weights_after_step(16, f, plain, cbs=cbs))==expected
 

@@ -27,9 +27,9 @@ from .step.plan import LoaderSizes, Plan, Position, count_of
 from .step.processes import Processes, keep_in_memory
 from .step.split import (MicroBatchLimit, read_micro_batch_size, run_valid_batch,
     run_whole_valid_batch)
+from .tell.differences import Warnings
 from .tell.refuse import (RefuseHalfGradients, check_learner, check_loaders, check_processes,
     check_wrapped, per_micro_batch_comms)
-
 
 # %% ../nbs/00_accumulation.ipynb #cb
 class GradientAccumulation(QuietCallback):
@@ -182,13 +182,13 @@ def before_fit(self:GradientAccumulation):
     learn = self.learn
     if self.validates: return
     check_learner(learn)
-    loop = self.loop = StepLoop(self, learn)
+    loop = self.loop = StepLoop(self, learn, Warnings())
     if loop.finder is not None and loop.processes.n>1: keep_in_memory(loop.finder)
     # A Learner that was exported and loaded again has an empty loader, so there are no steps to plan.
     # With several processes, go on: the others wait in `_plan_fit` for the sizes of this process's
     # loader.
     if not len(learn.dls.train) and loop.processes.n==1: return
-    check_processes(loop.processes, self._comms(), self.limit, loop.warn_once)
+    check_processes(loop.processes, self._comms(), self.limit, loop.watch.warn_once)
     plan = self._plan_fit(learn.dls.train)
     # an epoch has fewer steps than batches, so `lr_find` needs more epochs for its `num_it` steps
     if loop.finder is not None: learn.n_epoch = loop.finder.num_it//max(1, len(plan.epoch(0)))+1
@@ -203,7 +203,7 @@ def before_train(self:GradientAccumulation):
     was_added_in_fit = self.loop is None or self.loop.learn is not learn
     if was_added_in_fit: self.before_fit()
     if not len(learn.dl) and self.loop.processes.n==1:
-        return self.loop.warn_once('no-batch', "the training loader has no batches, so nothing is "
+        return self.loop.watch.warn_once('no-batch', "the training loader has no batches, so nothing is "
             "trained. If its dataset has samples, they do not fill one batch: make the loader with a "
             "smaller `bs`, or with `drop_last=False`")
     check_wrapped(learn.model)   # the model may have been wrapped since the fit began
@@ -247,7 +247,8 @@ def before_backward(self:GradientAccumulation):
             "switch it on during a fit, do so in `before_epoch`. If a callback sets `learn.dl` in "
             f"`before_train`, give it an `order` below {self.order}; if your Learner has its own "
             "`_do_epoch_train`, let it iterate over `self.dl`" + more_link('not-the-loader-of-steps'))
-    self.loop.share_loss()
+    loop = self.loop
+    loop.share_loss(loop.mean.measure(self.learn, loop.micro.n))
 
 @patch
 def after_backward(self:GradientAccumulation):
@@ -263,7 +264,7 @@ def before_validate(self:GradientAccumulation):
     message says what to do.
     """
     if self.validates or self.limit is None: return
-    loop = self.loop or StepLoop(self, self.learn)
+    loop = self.loop or StepLoop(self, self.learn, Warnings())
     run = run_valid_batch if self.limit.shrinks else run_whole_valid_batch
     self.learn.dl = OneBatchLoader(self.learn, self.dl, partial(run, loop))
 
@@ -314,7 +315,9 @@ def current_step(self:GradientAccumulation)->CurrentStep|None:
 @patch
 def _comms(self:GradientAccumulation):
     "Describe what the processes exchange in every micro-batch, as a list of texts"
-    return per_micro_batch_comms(self.learn.model, self.loop.log_steps, self.loop.train_metrics)
+    loop = self.loop
+    loop.read_settings()
+    return per_micro_batch_comms(self.learn.model, loop.log_steps, loop.train_metrics)
 
 @patch
 def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None):

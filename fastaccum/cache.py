@@ -182,7 +182,7 @@ def _warn_differences(self:GradientCache, args):
     learn,bns = self.learn,batchnorms(self.learn.model)
     loop = getattr(getattr(learn, 'gradient_accumulation', None), 'loop', None)
     # GradientAccumulation warns of BatchNorm as well: a common `WarnOnce` gives a single warning
-    warn_once = self.warn_once if loop is None else loop.warn_once
+    warn_once = self.warn_once if loop is None else loop.watch.warn_once
     if bns:
         warn_once('batchnorm', f"{type(bns[0]).__name__} normalizes with the samples of a micro-batch, "
             "so the result differs from that of the whole batch. Use `ActivationCheckpoint()` instead "

@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/step/gradients.html.md"""
 
 # %% auto #0
 __all__ = ['params_of', 'empty_grads', 'number_on', 'scale_grads', 'in_half', 'is_compiled', 'GradSums', 'grad_sums_for',
-           'GradVersions', 'GradCheck', 'UndoBackward']
+           'GradVersions', 'UndoBackward']
 
 # %% ../../nbs/step/04_gradients.ipynb #imports
 import torch
@@ -60,11 +60,6 @@ class GradSums:
         self.params = params
         self.sums = {}   # a parameter -> the sum of its gradients
 
-    @property
-    def in_use(self)->bool:
-        "Whether gradients are summed here instead of in the parameters' `grad`"
-        return bool(self.params)
-
     def add(self, weight:float|torch.Tensor=1.):
         "Add the gradients of a micro-batch, multiplied by `weight`, to the sums, and empty `grad`"
         weight_is_number = not isinstance(weight, torch.Tensor)
@@ -86,15 +81,15 @@ class GradSums:
         return res
 
 # %% ../../nbs/step/04_gradients.ipynb #grad-sums-for
-def grad_sums_for(learn:Learner)->GradSums:
-    """Return a `GradSums` of all parameters, or of none if gradients can be summed in `grad`
+def grad_sums_for(learn:Learner)->GradSums|None:
+    """Return a `GradSums` of all parameters, or `None` if gradients can be summed in `grad`
 
     Usually, a micro-batch's loss is multiplied by its share of the step. In half precision and in
     compiled models, the gradients of all parameters are multiplied instead, in at least float32.
     """
     params = params_of(learn.opt)
     is_needed = bool(in_half(params)) or any(map(is_compiled, learn.model.modules()))
-    return GradSums(params if is_needed else [])
+    return GradSums(params) if is_needed else None
 
 # %% ../../nbs/step/04_gradients.ipynb #check
 class GradVersions:
@@ -107,30 +102,6 @@ class GradVersions:
         "List the parameters whose gradients have since been replaced or changed in place"
         return [p for p,g,version in self.noted
             if p.grad is not g or getattr(g, '_version', None)!=version]
-
-class GradCheck:
-    "Checks, once per fit, whether gradients change between the first two micro-batches of a step"
-    def __init__(self):
-        # the `GradVersions` after a step's first micro-batch; `None` again once they are compared
-        self.noted = None
-        self.done = False   # whether gradients were compared in this fit
-
-    def note(self, opt:Optimizer|OptimWrapper):
-        "Record the gradients after the first micro-batch of a step"
-        if self.done or self.noted is not None: return
-        params = [p for p in params_of(opt) if p.grad is not None]
-        if params: self.noted = GradVersions(params)
-
-    def n_changed(self)->int:
-        "Before the second micro-batch of a step, count the gradients that have changed since `note`"
-        n = len(self.noted.changed())
-        self.noted = None
-        self.done = True
-        return n
-
-    def forget(self):
-        "Discard the recorded gradients, so that the next step is checked instead of this one"
-        self.noted = None
 
 # %% ../../nbs/step/04_gradients.ipynb #undo
 class UndoBackward:

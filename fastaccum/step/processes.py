@@ -118,13 +118,12 @@ def pause_sync(self:Processes, paused:bool):
         m.require_forward_param_sync = not paused
 
 @patch
-def sum_grads(self:Processes, params:list, grads:dict):
-    "Replace each gradient in `grads` (parameter -> gradient) with its sum over all processes"
-    if self.ddps: add_up(params, grads, self.group, self.device)
+def exchange(self:Processes, params:list, grads:dict):
+    """Replace each gradient in `grads` (parameter -> gradient) with its sum over all processes
 
-@patch
-def share_buffers(self:Processes):
-    "Copy the first process's buffers, such as BatchNorm's statistics, to all processes"
+    The first process's buffers, such as BatchNorm's statistics, are copied to all processes.
+    """
+    add_up(params, grads, self.group, self.device)
     for ddp in self.ddps:
         if not ddp.broadcast_buffers: continue
         send = partial(dist.broadcast, src=dist.get_global_rank(self.group, 0), group=self.group)

@@ -6,8 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/step/split.html.md"""
 
 # %% auto #0
 __all__ = ['HiddenRows', 'Division', 'BatchParts', 'remembers', 'is_close', 'MicroBatchLimit', 'FixedSize', 'AutoSize',
-           'read_micro_batch_size', 'MicroBatch', 'explain_split', 'Failed', 'Retries', 'run_valid_batch',
-           'run_whole_valid_batch']
+           'read_micro_batch_size', 'explain_split', 'Failed', 'Retries', 'run_valid_batch', 'run_whole_valid_batch']
 
 # %% ../../nbs/step/07_split.ipynb #imports
 import torch
@@ -26,7 +25,6 @@ from ..restore.state import (ChangedAttrs, ForwardState, autocast_state, devices
     set_autocast_state, set_rng_state)
 from .batch import even_sizes, has_rows, n_samples, split
 from .gradients import UndoBackward, params_of
-from .log import Events
 from .mean import KeptLosses, join_outputs
 from .memory import explain_unsplit_validation, free_memory, is_out_of_memory
 
@@ -341,25 +339,7 @@ def read_micro_batch_size(o:int|str|MicroBatchLimit, split:Callable=split)->Micr
     other_kinds = "'auto', an `AutoSize`, a `TokenBudget`, or "
     return FixedSize(check_count('micro_batch_size', o, or_else=other_kinds), split)
 
-# %% ../../nbs/step/07_split.ipynb #micro
-class MicroBatch:
-    "Data of a micro-batch of `n` samples while it runs"
-    def __init__(self, n:int, start:int=0, stop:int=0):
-        self.n = n              # number of samples
-        self.start = start      # first row of the micro-batch, if the batch is split
-        self.stop = stop        # row after the last row of the micro-batch, if the batch is split
-        # `grad_fn` of the loss that `loss_func` has returned, before a callback adds a penalty
-        self.loss_grad_fn = None
-        self.pred = None        # the model's output, until the backward pass has ended
-        # for each change of the loss by a callback: (callback, event, `grad_fn` of the changed loss)
-        self.loss_changes = []
-        self.share = 1.         # weight of this micro-batch's loss in the mean loss of the step
-        self.has_share = False  # whether `share` was computed; if not, it is the default
-        # whether the micro-batch has run to the end of its backward pass; otherwise, it is left out of
-        # the step
-        self.has_run = False
-        self.batch = None       # inputs and targets of the micro-batch, if the Learner's batch is split
-
+# %% ../../nbs/step/07_split.ipynb #explain-split
 @contextmanager
 def explain_split(k:int, n:int):
     "Append to an error's message that a batch of `n` samples was split into micro-batches of `k`"
@@ -401,7 +381,7 @@ class Retries:
         end = self.unfinished[-1].stop if self.unfinished else division.n
         return division.end_of(start, end, self.limit.max_samples(self.training))
 
-    def attempt(self, run:Callable, micro:MicroBatch, first:bool)->bool:
+    def attempt(self, run:Callable, micro:object, first:bool)->bool:
         """Call `run()`, which runs the micro-batch `micro`; if memory runs out, undo it
 
         `first`: no micro-batch of the step has run yet. Returns whether there was enough memory.
@@ -445,7 +425,6 @@ def run_valid_batch(loop:object, i:int, b:object):
     "Run the `i`th validation batch `b` in micro-batches that fit in memory; `loop` is the `StepLoop`"
     learn = loop.learn
     changed = ChangedAttrs([learn,*learn.cbs])
-    loop.events = loop.events or Events(learn)   # a fit may validate before it trains
     learn.iter = i
     learn._split(learn._set_device(b))
     # for each micro-batch: (number of samples, predictions, loss, number of items the loss is a mean of)
@@ -459,17 +438,17 @@ def run_valid_batch(loop:object, i:int, b:object):
         outs.append((loop.micro.n,learn.pred,learn.loss,items))
         kept.note(learn, loop.micro.n)
     try:
-        loop.events.send('before_batch')
+        loop.send('before_batch')
         n = n_samples((*learn.yb,*learn.xb), getattr(learn.dl, 'bs', None))
         limit = loop.acc.limit
-        division = limit.divide(learn.model, learn.xb, learn.yb, n, loop.warn_once)
+        division = limit.divide(learn.model, learn.xb, learn.yb, n, loop.watch.warn_once)
         parts = BatchParts(learn, n, changed, division)
         loop.run_parts(n, parts, Retries(learn, limit), run)
         if len(outs)>1:
             join_outputs(learn, outs)
             kept.put_means(learn)
-    except CancelBatchException: loop.events.send('after_cancel_batch')
-    loop.events.send('after_batch')
+    except CancelBatchException: loop.send('after_cancel_batch')
+    loop.send('after_batch')
 
 def run_whole_valid_batch(loop:object, i:int, b:object):
     "Run the `i`th validation batch `b` as fastai does; if memory runs out, the error says what helps"

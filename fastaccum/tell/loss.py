@@ -23,7 +23,6 @@ from ..base.messages import LossWarning, StateWarning, WarnOnce
 from ..restore.state import ChangedAttrs, ForwardState, uninterrupted
 from ..step.batch import has_rows, leaves, n_samples, samples
 from ..step.mean import ItemCounter, StepMean, TargetCounter
-from ..step.split import MicroBatch
 from .parts import Part, Probed, pair, probe
 
 # %% ../../nbs/tell/02_loss.ipynb #trials
@@ -38,7 +37,7 @@ class LossTrials:
         self.warn_once = warn_once
         self.n_left = 0       # trials left in this epoch
         # a `ChangedAttrs`: finds attributes of the Learner and its callbacks that were set since the
-        # loader yielded the current batch
+        # previous micro-batch ended
         self.attrs = None
         # (predictions, targets, inputs) of a micro-batch of one sample, which cannot be split: it is
         # joined with the next micro-batch, to test both as one batch. `None` if no sample waits.
@@ -51,17 +50,14 @@ class LossTrials:
         self.n_left = self.per_epoch
         self.waiting = None
 
-    def begin_batch(self, learn:Learner):
-        "Record all attributes before callbacks get a batch of the loader, to find those that change"
+    def note_attrs(self, learn:Learner):
+        "Record all attributes before the next micro-batch, to find those that change"
         self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()])
 
 # %% ../../nbs/tell/02_loss.ipynb #test-micro-batch
 @patch
-def test_micro_batch(self:LossTrials, learn:Learner, micro:MicroBatch, mean:StepMean, warns:bool):
+def test_micro_batch(self:LossTrials, learn:Learner, micro:object, mean:StepMean, warns:bool):
     "Test the loss of a micro-batch before its backward pass; warn only if this process `warns`"
-    if self.n_left<=0:
-        self.attrs = None   # free the tensors of the last tested batch, which `attrs` holds
-        return
     batch,n = self._batch_to_test(learn, micro)
     if batch is None: return
     probed = probe(batch, n, mean.counter)

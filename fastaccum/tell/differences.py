@@ -107,13 +107,15 @@ def begin_step(self:Warnings, i:int):
 def before_backward(self:Warnings):
     "Test the loss and check the fit, unless the step has only this micro-batch"
     loop = self.loop
-    self._unhook()
+    if self.hooks: self._unhook()
     if self.comms: check_left_out(loop.processes, self.comms, False)
     if loop.micro.n>loop.loader.sizes.bs: self._larger_batch(loop.micro.n)
     if self.grads is not None: self._compare_grads()
+    has_penalty = loop.mean.is_sum and loop.micro.loss_changes
+    is_to_check = has_penalty or self.trials.n_left>0 or 'fit' not in self.done
     # do not test the last micro-batch of a step: a step of a single micro-batch cannot differ
-    if loop.is_last_micro_batch: return
-    if loop.mean.is_sum and loop.micro.loss_changes and loop.micro.share<1: self._added_to_a_sum()
+    if not is_to_check or loop.is_last_micro_batch: return
+    if has_penalty and loop.micro.share<1: self._added_to_a_sum()
     if self.trials.n_left>0: self.trials.test_micro_batch(loop.learn, loop.micro, loop.mean, self.warns)
     if self.is_first_time('fit') and self.warns: self._check_fit()
 

@@ -39,6 +39,9 @@ api_groups = {
     'See the whole batch': 'cache checkpoint batchnorm',
     'Check and measure': 'accum_check bs_find accum_find noise_scale',
     'Learning rates, logs and warnings': 'scaled_lr wandb reference/warnings'}
+# the folders of modules that users do not import, in reading order, with their titles in the contributors' menu
+rooms = {'base': 'base: messages, arguments', 'restore': 'restore: put back', 'step': 'step: compute', 'tell': 'tell: refuse and warn',
+    'whole': 'whole: a batch at once', 'check': 'check: compare, explain'}
 contribute = ('architecture', 'callbacks', 'testing', 'benchmarks', 'faults_of_fastai')
 order = [*' '.join(menu.values()).split(), *(f'contribute/{nm}' for nm in contribute)]
 # shorter titles for the menu
@@ -155,7 +158,7 @@ def entry(mod, nm, again=False):
 def markdown(text): return mk_cell(text, 'markdown')
 
 def page(path):
-    "Return the name of the page of a notebook; `path` is relative to `nbs`: `core/05_mean.ipynb` is `core/mean`"
+    "Return the name of the page of a notebook; `path` is relative to `nbs`: `step/03_mean.ipynb` is `step/mean`"
     *folders,nm = Path(path).with_suffix('').as_posix().lower().split('/')
     return '/'.join([*folders, re.sub(r'^[0-9]+[a-z0-9]*_', '', nm)])
 
@@ -347,7 +350,7 @@ def write_page(src, name, title, lede, cells, keywords=(), inner=False):
 def write_pages(src, pages):
     "Write all pages for Sphinx to the folder `src`, and return the pages of the contributors' menu"
     users = [p for p in pages if p.is_api or not p.mod and p.extra_names]
-    mods = sorted((p for p in pages if p.mod), key=lambda p: p.folder)
+    mods = sorted((p for p in pages if p.mod), key=lambda p: ['',*rooms].index(p.folder))
     contributing = sorted((p for p in pages if p.folder=='contribute'), key=lambda p: [*order, p.name].index(p.name))
     for file,name in ('CHANGELOG','changelog'), ('CONTRIBUTING','contribute/index'):
         title,_,text = (root/f'{file}.md').read_text(encoding='utf-8').partition('\n')
@@ -364,7 +367,10 @@ def write_pages(src, pages):
     write_page(src, 'reference/api', 'API', lede, cells)
     lede = ('The source code, one page per module, in reading order. '
         'Each page mixes prose, code, and examples that double as tests.')
-    write_page(src, 'modules/index', 'Modules', lede, [contents(mods, Page.functions, lambda p: p.whole)], inner=True)
+    cells = [contents([p for p in mods if not p.folder], Page.functions, lambda p: p.whole)]
+    for room,title in rooms.items():
+        cells += [markdown(f'## {title}'), contents([p for p in mods if p.folder==room], Page.functions, lambda p: p.whole)]
+    write_page(src, 'modules/index', 'Modules', lede, cells, inner=True)
     for p in pages:
         cells = [markdown(p.imports()), *p.shown(p.cells)]
         if p.name=='index': cells += [markdown(toctree(names.split(), caption)) for caption,names in menu.items()]
@@ -375,8 +381,9 @@ def write_pages(src, pages):
         if p.is_api:
             write_page(src, p.name, ', '.join(p.title_names()), p.lede, p.api_cells(), words)
     about = [('Contribute','contribute/index'), *((p.title, p.name) for p in contributing)]
-    source = [('Modules','modules/index'), *((p.title, p.whole) for p in mods)]
-    return [('', [('For users','index')]), ('', about), ('Source', source)]
+    def listed(folder): return [(p.title, p.whole) for p in mods if p.folder==folder]
+    source = [('Source', [('Modules','modules/index'), *listed('')]), *((title, listed(room)) for room,title in rooms.items())]
+    return [('', [('For users','index')]), ('', about), *source]
 
 # For tools that read documentation
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(root/'docs'))
 from fastcore.nbio import read_nb
 from nbdev.doclinks import nbglob
 from sphinx.util.inventory import InventoryFile
-from build import hides, moved, order, page as page_of, resolve, split_errors
+from build import hides, moved, order, rooms, page as page_of, resolve, split_errors
 sources = [fn for folder in ('docs','fastaccum','nbs','skills') for fn in (root/folder).rglob('*.*')]
 built = (site/'searchindex.js').stat().st_mtime
 if any(fn.stat().st_mtime>built for fn in sources if '__pycache__' not in fn.parts):
@@ -37,7 +37,8 @@ pages = sorted({o.relative_to(site).as_posix() for o in site.rglob('*.html') if 
 # `entries` has the names in Sphinx's inventory: {short name: (full name, page with the entry of this
 # name)}
 inventory = InventoryFile.loads((site/'objects.inv').read_bytes(), uri='')
-entries = {re.sub(r'^fastaccum\.(core\.)?\w+\.', '', full): (full, item.uri.partition('.html')[0])
+folders = '|'.join(rooms)
+entries = {re.sub(rf'^fastaccum\.(({folders})\.)?\w+\.', '', full): (full, item.uri.partition('.html')[0])
     for kind,items in inventory.data.items() if kind.startswith('py:') for full,item in items.items()}
 names = {nm:full for nm,(full,_) in entries.items()}
 # modules that users import: each has a page for users, and another page with the whole module
@@ -494,5 +495,5 @@ def test_queries_lead_to_the_page_or_section_that_answers(search_site):
     assert {q:found[q][-1:] for q,o in sections.items() if found[q][-1:]!=[o]}=={}
     for o in sections.values(): assert o.partition('#')[2] in ids(o.partition('#')[0])
     # the search never shows pages for contributors
-    inner = ('core/','modules/','contribute/')
+    inner = ('modules/','contribute/',*(f'{o}/' for o in rooms))
     assert not [o for q in answers for o in results[q] if o.startswith(inner)]

@@ -12,7 +12,7 @@ __all__ = ['size_of', 'n_of', 'drops_last', 'check_micro_batch_size', 'sizes_of'
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from inspect import signature
-from itertools import accumulate, islice
+from itertools import islice
 from math import ceil
 from numbers import Integral
 from operator import attrgetter
@@ -326,16 +326,6 @@ class StepLoader(OneBatchLoader):
         if self.drop_last: self._exhaust(batches)
         elif len(self.steps) and batches.has_more(): yield from self._unplanned(batches, are_several)
         if not are_several: self._warn_fewer(batches.n_samples)
-
-# %% ../../nbs/step/02_loader.ipynb #n-batches
-@patch(as_prop=True)
-def n_batches(self:StepLoader)->int:
-    "Count the batches of `dl` in the planned steps; a batch that is cut counts as two"
-    bs = self.sizes.bs
-    is_split = self.sizes.micro_bs<bs
-    if not (self.drop_last or is_split): return -(-self.sizes.n//bs)
-    *starts,n = accumulate((o.sizes[self.processes.rank] for o in self.steps), initial=0)
-    return len({*range(0, n, bs),*starts}) if is_split else -(-n//bs)
 
 # %% ../../nbs/step/02_loader.ipynb #warn-fewer
 @patch

@@ -47,14 +47,18 @@ class Watch:
     def left_out(self): "A callback has cancelled the micro-batch"
     def own_backward(self, counts:bool, changed:bool): "A callback has run its own backward pass"
     def take_step(self): "The gradients of the step are complete"
-    def skip_step(self): "The step ends without an update"
     def error(self, e:BaseException): "`e` has ended the step, and everything is cleaned up"
 
 # %% ../../nbs/step/09_loop.ipynb #micro-batch-class
 class MicroBatch:
-    "Data of a micro-batch of `n` samples while it runs"
-    def __init__(self, n:int, start:int=0, stop:int=0):
-        self.n = n              # number of samples
+    """Data of a micro-batch while it runs
+
+    `n` is its number of samples. It is number `i` of the step, after `n_before` samples of this process.
+    """
+    def __init__(self, n:int, i:int, n_before:int, start:int=0, stop:int=0):
+        self.n = n
+        self.i = i
+        self.n_before = n_before
         self.start = start      # first row of the micro-batch, if the batch is split
         self.stop = stop        # row after the last row of the micro-batch, if the batch is split
         # `grad_fn` of the loss that `loss_func` has returned, before a callback adds a penalty
@@ -62,6 +66,7 @@ class MicroBatch:
         self.pred = None        # the model's output, until the backward pass has ended
         # for each change of the loss by a callback: (callback, event, `grad_fn` of the changed loss)
         self.loss_changes = []
+        self.has_loss = False   # whether the loss was computed
         self.share = None       # weight of this micro-batch's loss in the step's mean; `None`: not known yet
         # whether the micro-batch has run to the end of its backward pass; otherwise, it is left out
         self.has_run = False
@@ -82,25 +87,22 @@ class StepLoop:
         self.counter = ItemCounter(acc.n_items)  # counts the items of which the loss is a mean
         self.log_rows = LogRows()                # makes TensorBoard and W&B log steps, not micro-batches
         self.last_loss = 0.                      # mean loss of the previous step
-        # state of the epoch, set by `begin_epoch`
         self.cbs = []                            # the Learner's callbacks when `by_event` was filled
-        self.by_event = {}                       # an event -> the callbacks that have a method for it
+        # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
-        self.n_steps = 0                         # planned steps of the epoch
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
         self.grad_sums = None                    # a `GradSums`; `None` if gradients add up in `grad`
-        self.n_batches = 0                       # batches of the loader that have run
-        self.n_planned = 0                       # batches of the loader that the planned steps need
-        self.has_stepped = False                 # whether the optimizer has taken a step in this epoch
         self.devices = ()                        # the model's devices, except the CPU
         self.batch_device = None                 # device to which fastai moves batches; `None`: unknown
         self.log_steps = True                    # whether steps are recorded, and not micro-batches
         # whether Recorder has training metrics, which see every micro-batch but are recorded per step
         self.train_metrics = False
         # state of the step, set by `run_step`
+        self.by_event = {}                       # an event -> the callbacks that have a method for it
         self.step = None                         # the `Step` that runs
         self.mean = None                         # a `StepMean`: the mean loss of `step` so far
         self.kept_losses = None                  # a `KeptLosses`, if there are metrics
+        self.n_read = 0                          # samples of `step` in batches that have ended
         self.n_left_out = 0                      # micro-batches of `step` that callbacks cancelled
         self.micro = None                        # the `MicroBatch` that runs, or else the last one
         self.began = 0.                          # when the step began, in seconds of `time.perf_counter`
@@ -124,8 +126,8 @@ class StepLoop:
 
     @property
     def is_last_micro_batch(self)->bool:
-        "Whether the micro-batch that runs completes the step"
-        return self.mean.samples+self.micro.n>=self.step.target
+        "Whether the micro-batch that runs is the last one of the step"
+        return self.micro.n_before+self.micro.n>=self.step.target
 
 # %% ../../nbs/step/09_loop.ipynb #events
 @patch
@@ -147,7 +149,9 @@ def send(self:StepLoop, event:str):
 class CurrentStep(NamedTuple):
     "A record of the current step, for other callbacks"
     mean:StepMean # The step's mean loss so far, and how many `samples` and `items` it covers
-    micro:MicroBatch|None # The current micro-batch, or else the last one
+    # The current micro-batch, or else the last one: it is number `micro.i` of the step (from 0), and has
+    # `micro.n` samples, after `micro.n_before` samples of this process
+    micro:MicroBatch|None
     full:int # Samples in a complete step, over all processes
     per_epoch:int # Samples in an epoch, over all processes
     processes:Processes # The processes that train the model together
@@ -176,16 +180,11 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.limit = self.acc.limit
     self.grad_sums = grad_sums_for(learn)
     if self.counter.n_items is not self.acc.n_items: self.counter = ItemCounter(self.acc.n_items)
-    self.by_event = {}   # a callback may have got another `order`, or another method, between epochs
-    self.n_batches = 0
-    self.has_stepped = False
     self.devices = devices_of(learn.model.modules())
     self.batch_device = _batch_device(learn)
     sizes = plan.loaders[self.processes.rank]
     self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch), sizes,
         self.processes, plan.drop_last, self.watch.warn_once, partial(samples_of, learn))
-    self.n_planned = self.loader.n_batches
-    self.n_steps = len(self.loader)
     self.log_rows.begin_epoch(learn, -(-sizes.n//sizes.micro_bs))
     self.watch.begin_epoch(self)
     learn.dl = self.loader
@@ -196,9 +195,11 @@ def run_step(self:StepLoop, i:int, step:Step):
     "Run the micro-batches of step `i` and update the weights; replaces `one_batch` in training"
     # if a callback has called `learn.validate()`, `step` is an ordinary batch of the validation loader
     if not isinstance(step, Step): return type(self.learn).one_batch(self.learn, i, step)
+    self.learn.iter = i
     self.step,self.micro = step,None
-    self.n_left_out = 0
+    self.n_read = self.n_left_out = 0
     self.unsplit_part = None
+    self.by_event = {}   # callbacks may have got another `order`, or another method
     self.began = perf_counter()
     self.mean = StepMean(step.n_here, step.n_all, self.counter, self.processes, self.last_loss)
     self.kept_losses = KeptLosses(self.learn) if self.learn.metrics else None
@@ -207,14 +208,13 @@ def run_step(self:StepLoop, i:int, step:Step):
     try:
         missing = step.n_missing(0)
         while missing:
-            self._run_batch(*step.batches.take(missing))
-            missing = step.n_missing(self.mean.samples)
-            # for the step's last batch, `_take_step` or `_skip_step` sends `after_batch`
+            b,n = step.batches.take(missing)
+            self._run_batch(b, n)
+            self.n_read += n
+            missing = step.n_missing(self.n_read)
+            # for the step's last batch, `_end_step` sends `after_batch`
             if missing: self._end_micro_batch()
-        # while batches ran, `iter` and `n_iter` counted batches; from `before_step` on, they count steps
-        self.learn.iter,self.learn.n_iter = i,self.n_steps
-        if self._complete_grads(): self._take_step()
-        else: self._skip_step()
+        self._finish_step()
     except BaseException as e:
         # also for Ctrl-C and Cancel… exceptions: leave no gradient, patch or loader process behind
         set_autocast_state(autocast)
@@ -222,9 +222,18 @@ def run_step(self:StepLoop, i:int, step:Step):
         self._empty_grads()
         step.batches.end()
         self.loader.end()
-        self.learn.n_iter = self.n_steps
         self.watch.error(e)
         raise
+
+@patch
+def _finish_step(self:StepLoop):
+    "Update the weights, unless the step is dropped or all of its micro-batches were cancelled"
+    is_incomplete = self.processes.n==1 and self.n_read<self.step.target
+    if self.plan.drop_last and is_incomplete: return self._drop_step()
+    self.mean.sum_up()
+    if not self.mean.samples: return self._cancel_step()
+    self._complete_grads()
+    self._take_step()
 
 @patch
 def _empty_grads(self:StepLoop):
@@ -236,10 +245,8 @@ def _empty_grads(self:StepLoop):
 def _run_batch(self:StepLoop, b, n):
     "Run the `n` samples of `b`: a batch of the loader, or the part of it that belongs to this step"
     learn = self.learn
-    self.micro = MicroBatch(n)   # the whole batch; `run_parts` replaces it by each part of a split batch
-    learn.iter = self.n_batches
-    self.n_batches += 1
-    learn.n_iter = max(self.n_planned, self.n_batches)   # the loader may yield more batches than planned
+    # the whole batch; `run_parts` replaces it by each part of a split batch
+    self.micro = MicroBatch(n, self._next_i(), self.n_read)
     may_split = self.limit is not None and self.limit.may_split(n)
     # note all attributes now: attributes that callbacks set in `before_batch` are split as well
     changed = ChangedAttrs([learn,*learn.cbs]) if may_split else None
@@ -248,6 +255,11 @@ def _run_batch(self:StepLoop, b, n):
     except CancelBatchException: return self._cancelled_batch()
     if may_split: self._run_split(n, changed)
     else: self._run_micro_batch()
+
+@patch
+def _next_i(self:StepLoop):
+    "Return the number in the step of the micro-batch after the last one"
+    return 0 if self.micro is None else self.micro.i+1
 
 @patch
 def _on_device(self:StepLoop, b):
@@ -277,6 +289,7 @@ def forward_backward(self:StepLoop):
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
         learn.loss = learn.loss_grad.clone()
         micro.loss_grad_fn = learn.loss_grad.grad_fn
+        micro.has_loss = True
     for cb in self.listeners('after_loss'): self._may_change_loss(cb, 'after_loss')
     if not learn.training or not len(learn.yb): return   # callbacks may have changed `yb`
     try:
@@ -361,13 +374,13 @@ def count_micro_batch(self:StepLoop):
 @patch
 def _cancelled_batch(self:StepLoop):
     "After `CancelBatchException`: leave the micro-batch out, unless its backward pass has run"
-    self.send('after_cancel_batch')
     if not self.micro.has_run: self._leave_out()
 
 @patch
 def _leave_out(self:StepLoop):
-    "Leave the micro-batch out of the step"
+    "Leave the micro-batch out of the step's mean"
     self.n_left_out += 1
+    if self.micro.has_loss: self.mean.leave_out(self.learn, self.micro.n)
     self.watch.left_out()
 
 @patch
@@ -408,15 +421,11 @@ def _put_back_inputs(self:StepLoop):
 
 # %% ../../nbs/step/09_loop.ipynb #complete
 @patch
-def _complete_grads(self:StepLoop)->bool:
-    "Turn the gradients into those of the step's mean loss; return whether there is a step to take"
-    mean,processes = self.mean,self.processes
-    mean.sum_up()
-    is_incomplete = processes.n==1 and mean.samples<self.step.target
-    is_dropped = self.plan.drop_last and is_incomplete
-    if is_dropped or not mean.samples: return False
+def _complete_grads(self:StepLoop):
+    "Turn the gradients into those of the step's mean loss"
+    processes = self.processes
     params = [p for p in params_of(self.learn.opt) if p.requires_grad]
-    correction = mean.correction
+    correction = self.mean.correction
     if self.grad_sums is not None:
         grads = {p:g*number_on(g.device, correction) for p,g in self.grad_sums.pop().items()}
     else:
@@ -427,16 +436,14 @@ def _complete_grads(self:StepLoop)->bool:
     if processes.ddps: processes.exchange(params, grads)
     for p,g in grads.items(): p.grad = (g.coalesce() if g.is_sparse else g).to(p.dtype)
     self.acc.record_step(self.step)
-    return True
 
 # %% ../../nbs/step/09_loop.ipynb #take
 @patch
 def _take_step(self:StepLoop):
     "Run the optimizer's step with its events, and set `learn.loss` to the mean loss of the step"
     learn = self.learn
-    micro_loss,step_loss = learn.loss,self.mean.loss
-    learn.loss = self.last_loss = step_loss
-    self.has_stepped = True
+    micro_loss = learn.loss
+    learn.loss = self.last_loss = self.mean.loss
     self.watch.take_step()
     # a process without samples in this step must still set the same learning rate as the other processes
     if self.micro is None:
@@ -453,16 +460,31 @@ def _take_step(self:StepLoop):
         self.send('after_step')
         learn.opt.zero_grad()
     except CancelBatchException: self.send('after_cancel_batch')
+    self._end_step(micro_loss)
+
+@patch
+def _cancel_step(self:StepLoop):
+    "End a step whose micro-batches were all cancelled, or have no targets, as fastai ends such a batch"
+    self._empty_grads()
+    micro_loss = getattr(self.learn, 'loss', None)   # `None` if no loss of the fit was computed
+    self.learn.loss = self.mean.left_out_loss(micro_loss)
+    if self.n_left_out: self.send('after_cancel_batch')
+    self._end_step(micro_loss)
+
+@patch
+def _drop_step(self:StepLoop):
+    "End an incomplete step without an update, because the full-batch run does not have this batch"
+    self._empty_grads()
+    if self.micro is not None: self._end_micro_batch()
+
+@patch
+def _end_step(self:StepLoop, micro_loss):
+    "Send `after_batch` for the step; callbacks that log micro-batches see `micro_loss`"
+    learn,step_loss = self.learn,self.learn.loss
     if not self.log_steps: self.log_rows.before_micro_batch_row(learn)
     else:
         if self.kept_losses is not None: self.kept_losses.put_means(learn)
-        self.log_rows.before_step_row(learn, self.mean.samples, self.began)
-    self._end_step(micro_loss, step_loss)
-
-@patch
-def _end_step(self:StepLoop, micro_loss, step_loss):
-    "Send `after_batch` for the step; callbacks that log micro-batches see `micro_loss`"
-    learn = self.learn
+        self.log_rows.before_step_row(learn, self.mean.samples or self.step.n_all, self.began)
     if self.train_metrics: learn.recorder.train_metrics = False   # metrics already got each micro-batch
     self._put_back_inputs()
     try:
@@ -480,14 +502,6 @@ def _end_step(self:StepLoop, micro_loss, step_loss):
     row = dict(accumulation_batch_size=self.acc.current_bs, micro_batch_size=micro_bs)
     self.log_rows.after_step_row(learn, row)
 
-@patch
-def _skip_step(self:StepLoop):
-    "End a step without an update: it is incomplete, or no micro-batch was back-propagated"
-    self._empty_grads()
-    if self.micro is None: return
-    self._end_micro_batch()
-    self.watch.skip_step()
-
 # %% ../../nbs/step/09_loop.ipynb #split
 @patch
 def _run_split(self:StepLoop, n, changed):
@@ -498,7 +512,8 @@ def _run_split(self:StepLoop, n, changed):
     division = limit.divide(learn.model, learn.xb, learn.yb, n_rows, self.watch.warn_once)
     parts = BatchParts(learn, n_rows, changed, division)
     # `'auto'` may split much later: cut the first batch now, so that an error comes before training
-    if not learn.iter and limit.shrinks: parts.part(0, 1)
+    is_first = not learn.iter and not self.micro.i
+    if is_first and limit.shrinks: parts.part(0, 1)
     self.run_parts(n, parts, Retries(learn, limit), self._run_micro_batch)
 
 @patch
@@ -511,7 +526,7 @@ def run_parts(self:StepLoop,
     "Run the Learner's batch in micro-batches; with 'auto', repeat one in halves if memory runs out"
     learn,training = self.learn,self.learn.training
     division,n_rows = parts.division,parts.n
-    start = 0
+    start,i = 0,self.micro.i if self.micro else 0
     try:
         while start<n_rows:
             stop = retries.end_of(start, division)
@@ -520,14 +535,15 @@ def run_parts(self:StepLoop,
                 if training: self.watch.before_part(parts, n)
                 parts.select(start, stop)
             # convert rows to samples: if callbacks have added rows, there are more rows than samples
-            n_samples_here = n*stop//n_rows-n*start//n_rows
-            self.micro = MicroBatch(n_samples_here, start, stop)
+            first,end = n*start//n_rows,n*stop//n_rows
+            self.micro = MicroBatch(end-first, i, self.n_read+first, start, stop)
             is_first = training and not self.mean.n_micro_batches
             with explain_split(stop-start, n_rows): is_done = retries.attempt(run, self.micro, is_first)
             if not is_done: continue
             if is_part: self.micro.batch = learn.xb,learn.yb
             parts.hidden.keep()
             start = stop
+            i += 1
             # the caller ends the last micro-batch, together with the batch
             if training and start<n_rows: self._end_micro_batch(ends_batch=False)
     finally: parts.restore()

@@ -210,6 +210,7 @@ class StepMean:
         # sum of the micro-batches' losses, each multiplied by its number of items if the loss is a mean
         self.losses = 0.
         self.needs_grad = False     # whether the loss of at least one micro-batch required a gradient
+        self.left_out = []          # pairs (loss, number of items) of the micro-batches that were cancelled
         # `measure` sets the next three attributes
         self.is_sum = None          # whether the loss is a sum over samples; `None` until it is measured
         self.current = None         # the `Measured` of the micro-batch that runs
@@ -259,6 +260,22 @@ def add(self:StepMean, learn:Learner):
     if self.n_micro_batches==1: self.losses = loss*weight
     elif isinstance(weight, torch.Tensor): self.losses = self.losses+loss*weight
     else: self.losses = self.losses.add(loss, alpha=weight)   # faster than `losses+loss*weight`
+
+# %% ../../nbs/step/03_mean.ipynb #mean-left-out
+@patch
+def leave_out(self:StepMean, learn:Learner, n:int):
+    "Note the loss of a micro-batch of `n` samples that a callback has cancelled"
+    self.counter.choose(learn.loss_func)
+    loss = plain_tensor(learn.loss).detach()
+    if loss.ndim: loss = loss.mean()
+    self.left_out.append((loss,1 if self.counter.is_sum else self.counter(learn, n)))
+
+@patch
+def left_out_loss(self:StepMean, default:torch.Tensor)->torch.Tensor:
+    "Return the mean or sum of the losses of cancelled micro-batches; `default` if none has a loss"
+    if not self.left_out: return default
+    total = sum(loss*items for loss,items in self.left_out)
+    return total if self.counter.is_sum else total/sum(items for _,items in self.left_out)
 
 # %% ../../nbs/step/03_mean.ipynb #mean-parts
 @patch

@@ -10,7 +10,6 @@ __all__ = ['batchnorms', 'warn_chunks', 'Warnings']
 # %% ../../nbs/tell/03_differences.ipynb #imports
 from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
-from fastai.callback.core import CancelEpochException, CancelFitException, CancelTrainException
 from fastai.data.load import DataLoader
 from fastai.optimizer import OptimWrapper, Optimizer
 from fastcore.basics import patch
@@ -56,6 +55,8 @@ def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
 # %% ../../nbs/tell/03_differences.ipynb #look
 class Warnings(Watch):
     "Warns if a fit differs from the full-batch run; with several processes, only the first one warns"
+    steps_compared = 8   # number of steps at the start of a fit in which settings are compared
+
     def __init__(self):
         self.warn_once = WarnOnce()                # gives each warning of this fit once
         self.trials = LossTrials(self.warn_once)   # tests whether the loss is a mean over samples
@@ -65,6 +66,8 @@ class Warnings(Watch):
         self.hooks = []      # handles of the hooks of `_watch_state`, until the next micro-batch has run
         # the `GradVersions` after a step's first micro-batch; `None` again once they are compared
         self.grads = None
+        self.n_steps = 0     # steps of the fit so far
+        self.settings = None # the optimizer's `_settings` in the previous micro-batch of the step
 
     @property
     def warns(self)->bool:
@@ -100,7 +103,8 @@ def begin_step(self:Warnings, i:int):
         raise RuntimeError(f"{type(loop.acc).__name__} was switched off or removed during an epoch: do "
             "this in `before_epoch` or `after_epoch` instead" + more_link('middle-of-an-epoch'))
     if not loop.step.is_planned: self._more_batches(i)
-    self.grads = None
+    self.grads = self.settings = None
+    self.n_steps += 1
     if self.trials.n_left>0: self.trials.note_attrs(loop.learn)
 
 @patch
@@ -111,6 +115,7 @@ def before_backward(self:Warnings):
     if self.comms: check_left_out(loop.processes, self.comms, False)
     if loop.micro.n>loop.loader.sizes.bs: self._larger_batch(loop.micro.n)
     if self.grads is not None: self._compare_grads()
+    if self.n_steps<=self.steps_compared: self._compare_settings()
     has_penalty = loop.mean.is_sum and loop.micro.loss_changes
     is_to_check = has_penalty or self.trials.n_left>0 or 'fit' not in self.done
     # do not test the last micro-batch of a step: a step of a single micro-batch cannot differ
@@ -125,7 +130,7 @@ def after_backward(self:Warnings):
     loop = self.loop
     if self.trials.n_left>0: self.trials.note_attrs(loop.learn)
     else: self.trials.attrs = None   # free the tensors of the last tested batch, which `attrs` holds
-    if loop.mean.n_micro_batches>1 or loop.mean.samples>=loop.step.target: return
+    if loop.mean.n_micro_batches>1 or loop.is_last_micro_batch: return
     if 'state' not in self.done: self._watch_state()
     if 'gradients' in self.done: return
     params = [p for p in params_of(loop.learn.opt) if p.grad is not None]
@@ -155,39 +160,20 @@ def own_backward(self:Warnings, counts:bool, changed:bool):
 
 @patch
 def take_step(self:Warnings):
-    "Warn if callbacks cancelled micro-batches of the step"
+    "Warn if callbacks cancelled some of the step's micro-batches"
     n = self.loop.n_left_out
     if not n or not self.joins_batches: return
-    self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} of a step's micro-batches, "
-        "and the next ones take their place, so all later steps of the epoch have other samples than in "
-        "the full-batch run. That run would leave out the whole step: to do the same, raise "
-        "`CancelStepException` in `before_step`", AccumulationWarning)
-
-@patch
-def skip_step(self:Warnings):
-    "Warn if callbacks cancelled all micro-batches of the last step of an epoch"
-    # do not warn of a step whose batches have no targets: fastai does not train on them either
-    if self.loop.mean.samples or not len(self.loop.learn.yb): return
-    self.warn_once('cancelled', "callbacks have cancelled all remaining micro-batches of an epoch "
-        "(`CancelBatchException` or `CancelBackwardException`), so no step was taken with them. If a "
-        "callback decides by `learn.train_iter`, which counts steps and stands still meanwhile, let it "
-        "use `learn.iter`, which counts micro-batches", AccumulationWarning)
+    self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} of a step's micro-batches, so "
+        "the step is the mean over the others. The full-batch run would leave out the whole step: to do "
+        "the same, raise `CancelStepException` in `before_step`", AccumulationWarning)
 
 @patch
 def error(self:Warnings, e:BaseException):
-    "Explain an error if memory ran out, and warn if an epoch ends before its first step"
+    "Explain an error if memory ran out"
     loop = self.loop
     self._unhook()
     explain_unsplit(e, loop.unsplit_part)
     explain_fixed_size(e, our_callback(loop.learn, 'GradientCache') or loop.acc)
-    ends_epoch = isinstance(e, (CancelTrainException,CancelEpochException,CancelFitException))
-    n = loop.mean.n_micro_batches
-    # if no micro-batch has run, a full batch would not have run either
-    if not ends_epoch or loop.has_stepped or not n: return
-    self.warn_once('epoch-without-step', f"a callback has ended an epoch ({type(e).__name__}) after "
-        f"{count_of(n, 'micro-batch')}, before the first step was complete, so nothing was trained in "
-        "this epoch. Within a step, `learn.iter` counts micro-batches: let the callback use "
-        "`learn.train_iter`, which counts steps, or decide in `after_step`", AccumulationWarning)
 
 # %% ../../nbs/tell/03_differences.ipynb #check-fit
 @patch
@@ -256,15 +242,15 @@ def _warn_hooked(self:Warnings, model):
         "normalize in `before_step` of a callback instead", AccumulationWarning)
 
 def _warn_second_optimizer(cb, opt, warn_once):
-    "Warn about a callback with its own optimizer, unless the callback's `per_step` says when it runs"
+    "Warn about a callback with its own optimizer and with events that come for each micro-batch"
     own = [o for o in vars(cb).values() if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
     others = [o for o in own if o is not opt and o is not getattr(opt, 'opt', None)]
-    if hasattr(cb, 'per_step') or not others: return
-    warn_once('second-optimizer', f"{type(cb).__name__} has an optimizer of its own, which may step "
-        "with every micro-batch instead of once per step. Create the DataLoaders with the batch size of "
-        "a step, and use `GradientCache(micro_batch_size=…)` instead of `GradientAccumulation`. If "
-        "the callback adds up gradients and steps in `after_batch`, set `per_step = True` in its class",
-        AccumulationWarning)
+    if not others or not _per_micro_batch(cb): return
+    warn_once('second-optimizer', f"{type(cb).__name__} has an optimizer of its own, and methods that "
+        "are called for every micro-batch, so this optimizer may step too often. Call its `step` and "
+        "`zero_grad` in `after_batch`, which comes once per step. Or create the DataLoaders with the "
+        "batch size of a step, and use `GradientCache(micro_batch_size=…)` instead of "
+        "`GradientAccumulation`", AccumulationWarning)
 
 # %% ../../nbs/tell/03_differences.ipynb #holds-state
 _module_attrs = vars(nn.Module()).keys()
@@ -350,6 +336,34 @@ def _splits_rows(self:Warnings, rows:int, n:int):
         "target and a loss of its own. Otherwise, this run differs from the full-batch run: create the "
         "DataLoaders with a smaller `bs` instead of passing `micro_batch_size=`, or, if the loss "
         "compares rows, let it see the whole batch with `GradientCache`", AccumulationWarning)
+
+# %% ../../nbs/tell/03_differences.ipynb #settings
+# events that come for each micro-batch
+_micro_batch_events = 'before_batch','after_pred','after_loss','before_backward','after_backward'
+
+def _per_micro_batch(cb):
+    "Whether the callback has a method for an event that comes for each micro-batch"
+    return any(hasattr(type(cb), o) or o in vars(cb) for o in _micro_batch_events)
+
+def _settings(opt):
+    "Return the optimizer's hyper-parameters, and which of its parameters are trained"
+    return [dict(o) for o in opt.hypers],[p.requires_grad for p in params_of(opt)]
+
+@patch
+def _compare_settings(self:Warnings):
+    "Warn if the optimizer's settings differ between two micro-batches of a step"
+    learn,before = self.loop.learn,self.settings
+    self.settings = _settings(learn.opt)
+    if before is None or before==self.settings: return
+    pairs = zip(before[0], self.settings[0])
+    changed = {f'`{k}`':0 for old,new in pairs for k in new if new[k]!=old.get(k)}
+    what = ' and '.join(changed) or 'which parameters are trained (`requires_grad`)'
+    is_users = {cb: not type(cb).__module__.startswith(('fastai.','fastaccum.')) for cb in learn.cbs}
+    names = ' or '.join(type(cb).__name__ for cb in learn.cbs if is_users[cb] and _per_micro_batch(cb))
+    self.warn_once('changes-within-a-step', f"{names or 'something'} changes {what} between two "
+        "micro-batches of a step, so this run differs from the full-batch run, which has the same value "
+        "for the whole step. `before_batch` comes once per micro-batch: let the callback count steps, "
+        "with `self.train_iter` or in `after_batch`", AccumulationWarning)
 
 # %% ../../nbs/tell/03_differences.ipynb #loader
 @patch

@@ -306,8 +306,9 @@ def plan(self:GradientAccumulation,
 def current_step(self:GradientAccumulation)->CurrentStep|None:
     """The current step, for other callbacks to read; `None` before the first step of a fit
 
-    Its attributes include `mean.samples`, the number of samples so far; `full`, the number of samples in
-    a complete step; and `per_epoch`, the number of samples in an epoch.
+    Its attributes include `micro.i`, the number of the micro-batch in the step (from 0), and
+    `micro.n_before`, the samples before it; `full`, the number of samples in a complete step; and
+    `per_epoch`, the number of samples in an epoch.
     """
     return self.loop and self.loop.current_step
 

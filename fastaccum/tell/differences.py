@@ -245,7 +245,8 @@ def _warn_second_optimizer(cb, opt, warn_once):
     "Warn about a callback with its own optimizer and with events that come for each micro-batch"
     own = [o for o in vars(cb).values() if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
     others = [o for o in own if o is not opt and o is not getattr(opt, 'opt', None)]
-    if not others or not _per_micro_batch(cb): return
+    says_when = hasattr(cb, 'per_step')
+    if says_when or not others or not _per_micro_batch(cb): return
     warn_once('second-optimizer', f"{type(cb).__name__} has an optimizer of its own, and methods that "
         "are called for every micro-batch, so this optimizer may step too often. Call its `step` and "
         "`zero_grad` in `after_batch`, which comes once per step. Or create the DataLoaders with the "

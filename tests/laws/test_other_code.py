@@ -162,5 +162,5 @@ def test_memory_that_runs_out_in_the_optimizers_step_is_an_error_with_the_remedy
     learn = toy(8, n=32)
     learn.create_opt()
     learn.opt.step = lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError('planted'))
-    with pytest.raises(torch.OutOfMemoryError, match="optimizer's step.*planted"):
+    with pytest.raises(torch.OutOfMemoryError, match="planted(?s:.*)optimizer's step"):
         learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))

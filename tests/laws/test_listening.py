@@ -49,17 +49,17 @@ def note(learn, nm):
     return lambda *_: learn.heard.append((nm, 'after_loss', learn.training))
 
 class DoAt(Callback):
-    """Calls `do(learn)` once, at the fifth micro-batch of the fit, or with `after_step` after the sixth
+    """Calls `do(learn)` once, at the fifth micro-batch of the fit, or with `at_end` after the sixth
 
     The sixth micro-batch ends the second step.
     """
     order,run_valid = 3,False
-    def __init__(self, do, after_step=False): self.do,self.after_step,self.n = do,after_step,0
+    def __init__(self, do, at_end=False): self.do,self.at_end,self.n = do,at_end,0
     def before_batch(self):
         self.n += 1
-        if self.n==5 and not self.after_step: self.do(self.learn)
+        if self.n==5 and not self.at_end: self.do(self.learn)
     def after_batch(self):
-        if self.n==6 and self.after_step: self.do(self.learn)
+        if self.n==6 and self.at_end: self.do(self.learn)
 
 def added(learn): return DoAt(lambda l: l.add_cb(Listener('new', 7, l.heard)))
 def removed(learn): return DoAt(lambda l: l.remove_cb(l.listeners[2]))

@@ -13,6 +13,7 @@ import torch
 from fastai.vision.all import Adam, GradientClip, OptimWrapper, RAdam, SGD, accuracy
 from fastaccum.testing import assert_same_run, toy, both_runs
 from common import RecordAt
+from counting import FactorOfProgress, MovingAverage, OwnSchedule, PenaltyInEverySecondBatch, RateByIter, cancels
 
 # fastai's and torch's optimizers, and fastai's methods that fit
 opts = dict(sgd=partial(SGD, mom=0.9), adam=Adam, radam=RAdam, torch_adamw=partial(OptimWrapper, opt=torch.optim.AdamW))
@@ -52,12 +53,19 @@ def draw(seed):
     drop_last,tokens = maybe(.25),maybe(.3)
     if drop_last: n = max(n, -(-accum_bs//micro)*micro)   # an epoch must have samples for one whole step
     opt,clip,penalized = r.choice(list(opts)),r.choice([None,None,0.01,0.1]),maybe(.3) and not tokens
+    train_metrics = maybe(.5)
+    counting = [OwnSchedule,MovingAverage,FactorOfProgress,RateByIter]
+    if not tokens: counting.append(PenaltyInEverySecondBatch)
+    # fastai computes metrics of a cancelled batch from old predictions, so a run with training metrics cancels none
+    if not train_metrics: counting += [partial(cancels, o, r.randint(1, 6)) for o in ('before_batch','after_loss')]
+    other = r.choice(counting) if maybe(.4) else None
     def cbs():
         res = [] if clip is None else [GradientClip(clip)]
-        return [*res, penalty()] if penalized else res
+        if penalized: res.append(penalty())
+        return res if other is None else [*res, other()]
     return dict(micro=micro, accum_bs=accum_bs, n=n, seed=seed, tokens=tokens, shuffle=maybe(.5),
         loader_drop_last=maybe(.3), acc=dict(drop_last=drop_last), opt_func=opts[opt], cbs=cbs, make=metered,
-        train_metrics=maybe(.5), metrics=accuracy if maybe(.5) and not tokens else None, fit=partial(fit,
+        train_metrics=train_metrics, metrics=accuracy if maybe(.5) and not tokens else None, fit=partial(fit,
         how=r.choice(list(fit_methods)), n_epoch=r.randint(1, 3), wd=r.choice([None,0.,0.1]),
         lr=r.choice([1e-2,5e-2] if opt=='sgd' else [1e-3,1e-2]), freeze_first=maybe(.2)))
 

@@ -2,44 +2,15 @@
 
 Each callback is written for plain fastai. Its run on micro-batches is the full-batch run, or a warning says why not.
 """
-import pytest, torch
+import pytest
 from functools import partial
-from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.hook import ActivationStats
 import fastai.vision.all   # gives the Learner its methods
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_same_run, both_runs, deviation, toy
-from common import CallAt, collect_warnings, weights
-
-class Trains(Callback):
-    "A callback that is not called in validation"
-    run_valid = False
-
-class OwnSchedule(Trains):
-    "Sets the learning rate by the number of batches so far, which it counts in `after_batch`"
-    def before_fit(self): self.n = 0
-    def before_batch(self): self.opt.set_hyper('lr', 0.1/(1+self.n))
-    def after_batch(self): self.n += 1
-
-class MovingAverage(Trains):
-    "Replaces the weights after the fit by their moving average, which it updates in `after_batch`"
-    def before_fit(self): self.average = [p.detach().clone() for p in self.model.parameters()]
-    def before_batch(self): self.decay = 0.9
-    def after_batch(self):
-        for a,p in zip(self.average, self.model.parameters()): a.lerp_(p.detach(), 1-self.decay)
-    def after_fit(self):
-        with torch.no_grad():
-            for a,p in zip(self.average, self.model.parameters()): p.copy_(a)
-
-class PenaltyInEverySecondBatch(Trains):
-    def after_loss(self):
-        if self.iter%2: self.learn.loss_grad = self.loss_grad+0.1*self.pred.pow(2).mean()
-
-class FactorOfProgress(Trains):
-    def after_loss(self): self.learn.loss_grad = self.loss_grad*(1+self.iter/self.n_iter)
-
-class RateByIter(Trains):
-    def before_batch(self): self.opt.set_hyper('lr', 0.1/(1+self.iter))
+from common import collect_warnings, weights
+from counting import (FactorOfProgress, MovingAverage, OwnSchedule, PenaltyInEverySecondBatch, RateByIter, Trains,
+    cancels)
 
 class FreezesByIter(Trains):
     def before_batch(self): self.model[0].requires_grad_(self.iter<2)
@@ -49,12 +20,6 @@ class FreezesAfterBatch(Trains):
     def after_batch(self):
         self.n += 1
         self.model[0].requires_grad_(self.n<3)
-
-def cancels(event, order=1):
-    "Return a callback that cancels the second step"
-    def cancel(learn):
-        if learn.train_iter==1: raise CancelBatchException
-    return CallAt(event, cancel, order=order)
 
 exact = [OwnSchedule,MovingAverage,PenaltyInEverySecondBatch,FactorOfProgress,RateByIter,FreezesByIter,
     FreezesAfterBatch,*(partial(cancels, o) for o in ('before_batch','after_pred','after_loss','before_backward'))]

@@ -62,8 +62,9 @@ groups = {'processes-that-wait', 'batch-size', 'incomplete-steps', 'sizes-of-the
     'trials-and-searches', 'other-callbacks-and-optimizers', 'gradientcache', 'activationcheckpoint',
     'several-processes', 'batches-larger-than-a-step', 'callback-adds-rows', 'callback-changes-the-loss',
     'cancelled-micro-batches', 'micro-batches-became-smaller', 'mixup-within-micro-batches', 'tensor-changed-in-place'}
-# Keys of version 0.2.0 that no message has any more; links to them must still lead to an entry
-old_keys = {'betas-of-adam', 'gradient-comes-and-goes', 'keeps-the-whole-batch', 'model-part', 'no-noise-scale',
+# Keys of earlier versions that no message has any more; links to them must still lead to an entry
+old_keys = {'betas-of-adam', 'cancelled', 'epoch-without-step', 'gradient-comes-and-goes', 'keeps-the-whole-batch',
+    'model-part', 'no-noise-scale',
     'not-a-callback', 'processes-apart', 'split-function', 'told-different-things'}
 written = {k:o for o in headed for k in tool.anchors(o) if k not in groups|old_keys} | rows
 

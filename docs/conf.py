@@ -12,7 +12,7 @@ from build import resolve, root
 
 cfg = get_config(root)
 project = cfg.title
-author = copyright = re.search('^author *= *(.+)', (root/'settings.ini').read_text(encoding='utf-8'), re.M)[1]
+author = copyright = cfg.author
 release = cfg.version
 repository = cfg.git_url
 html_baseurl = cfg.doc_url

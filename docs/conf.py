@@ -40,7 +40,7 @@ def colors(brand, yes, no):
 html_theme = 'furo'
 pygments_style = 'default'
 pygments_dark_style = 'github-dark'
-html_static_path = ['style.css', 'tables.js', 'preview.png']
+html_static_path = ['style.css', 'tables.js', '../images/same-run.png']
 html_css_files = ['style.css']
 html_js_files = ['tables.js']
 html_favicon = html_logo = 'icon.svg'

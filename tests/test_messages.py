@@ -3,7 +3,7 @@
 An entry shows how the message begins, explains the cause, and has a line of code that runs. The FAQ is
 short, and its code runs.
 """
-import ast, inspect, json, re, shutil, subprocess, warnings
+import ast, inspect, json, re, shutil, subprocess, sys, warnings
 from pathlib import Path
 import pytest
 import fastai.callback.wandb, fastai.text.all, fastai.vision.all, fastaccum.all, fastaccum.wandb
@@ -41,6 +41,13 @@ def test_links_of_earlier_versions_lead_to_an_entry():
 def test_a_message_ends_with_the_link_to_its_entry():
     with pytest.raises(ValueError) as e: GradientAccumulation(0)
     assert str(e.value).endswith(f'\nMore: {docs_url()}/reference/messages.html#whole-number')
+
+def test_importing_fastaccum_wandb_without_wandb_says_what_to_install():
+    code = "import sys; sys.modules['wandb'] = None; import fastaccum.wandb"   # None: as if not installed
+    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True)
+    error = res.stderr.rpartition('ModuleNotFoundError: ')[2]
+    assert res.returncode and error.startswith('`fastaccum.wandb` needs the package wandb')
+    assert '`pip install wandb`' in error and '`pip install fastaccum[wandb]`' in error
 
 # The page
 
@@ -103,7 +110,7 @@ def test_no_heading_occurs_twice():
 
 def test_pages_are_short():
     "The number of words outside of code is limited"
-    assert len(prose('\n'.join(page)).split())<=3550 and len(prose('\n'.join(faq)).split())<=1000
+    assert len(prose('\n'.join(page)).split())<=3570 and len(prose('\n'.join(faq)).split())<=1000
 
 @pytest.mark.parametrize('text', [o for o in faq if o.startswith('### ')], ids=lambda o: o.split('\n')[0][4:])
 def test_an_answer_is_short_and_has_a_link(text):

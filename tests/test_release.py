@@ -62,7 +62,8 @@ def test_the_installed_package_has_the_requirements_of_pyproject():
     assert {str(Requirement(o)) for o in installed}=={str(Requirement(o)) for o in expected}
 
 def test_every_file_has_the_same_version():
-    day = re.search(fr'^## \[{re.escape(version)}\] - (\d{{4}}-\d\d-\d\d)$', text_of('CHANGELOG.md'), re.M)[1]
+    heading = fr'^## {re.escape(version)} - (\d{{4}}-\d\d-\d\d)$'
+    day = re.search(heading, text_of('CHANGELOG.md'), re.M)[1]
     assert f'\nversion: {version}\ndate-released: {day}\n' in text_of('CITATION.cff')
     assert f'  version: "{version}"\n' in text_of('conda/recipe.yaml')
 

@@ -51,6 +51,13 @@ def test_a_checkout_on_windows_has_the_same_bytes(tmp_path):
     assert windows.keys()==linux.keys() and windows
     assert [o for o in linux if windows[o]!=linux[o]]==[]
 
+def test_the_make_commands_that_files_name_exist():
+    targets = re.findall(r'^([a-z-]+):', (root/'Makefile').read_text(encoding='utf-8'), re.M)
+    named = re.compile(r'(?:`|run: )make (?:[A-Z]+=\S+ )*([a-z-]+)')
+    texts = {o: (root/o).read_text(encoding='utf-8') for o in files_of_git() if not o.endswith('.png')}
+    assert [f'{o}: make {name}' for o,text in texts.items() for name in named.findall(text)
+        if name not in targets]==[]
+
 def test_no_file_has_a_path_of_a_machine_or_is_large():
     "Files have at most 2 MiB, and no path of this checkout or of a home folder"
     places = {root, root.parent, Path.home()} - {Path('/'), Path('/tmp'), Path(tempfile.gettempdir())}

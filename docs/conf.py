@@ -12,7 +12,7 @@ from build import resolve, root
 
 cfg = get_config(root)
 project = cfg.title
-author = copyright = re.search('^author *= *(.+)', (root/'settings.ini').read_text(encoding='utf-8'), re.M)[1]
+author = copyright = cfg.author
 release = cfg.version
 repository = cfg.git_url
 html_baseurl = cfg.doc_url
@@ -40,7 +40,7 @@ def colors(brand, yes, no):
 html_theme = 'furo'
 pygments_style = 'default'
 pygments_dark_style = 'github-dark'
-html_static_path = ['style.css', 'tables.js', 'preview.png']
+html_static_path = ['style.css', 'tables.js', '../images/same-run.png']
 html_css_files = ['style.css']
 html_js_files = ['tables.js']
 html_favicon = html_logo = 'icon.svg'

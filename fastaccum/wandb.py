@@ -8,15 +8,18 @@ Docs: https://fastaccum.github.io/fastaccum/wandb.html.md"""
 __all__ = ['WandbCallback', 'plain', 'arguments', 'config', 'offline_records', 'offline_rows']
 
 # %% ../nbs/10_wandb.ipynb #imports
-import inspect, json, struct, wandb
+import inspect, json, struct
 from collections.abc import Iterator
 from numbers import Number
 from pathlib import Path
-from fastai.callback import wandb as fastai_wandb
 from fastai.learner import Learner
-from wandb.proto.wandb_internal_pb2 import Record
 from .base.messages import more_link
-
+try: import wandb
+except ModuleNotFoundError as e:
+    raise ModuleNotFoundError("`fastaccum.wandb` needs the package wandb: run `pip install wandb` or "
+        "`pip install fastaccum[wandb]`" + more_link('wandb-not-installed'), name='wandb') from e
+from fastai.callback import wandb as fastai_wandb
+from wandb.proto.wandb_internal_pb2 import Record
 
 # %% ../nbs/10_wandb.ipynb #callback
 class WandbCallback(fastai_wandb.WandbCallback):

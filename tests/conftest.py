@@ -1,5 +1,5 @@
 import gc, os, random
-import numpy as np, pytest
+import numpy as np, pytest, torch
 from hypothesis import settings
 # pytest calls this hook for each test, and so runs the tests of laws/test_device.py in a separate
 # process
@@ -23,12 +23,13 @@ def fastai_frozen():
 
 @pytest.fixture(autouse=True)
 def random_numbers_seeded():
-    """Seed Python and NumPy, whose random numbers loaders use to shuffle
+    """Seed Python, NumPy and PyTorch before each test
 
-    PyTorch's default seed is a constant already.
+    Otherwise the numbers that a test draws would depend on the tests that ran before it.
     """
     random.seed(0)
     np.random.seed(0)
+    torch.manual_seed(0)
 
 # How many random examples hypothesis tries for each test: always the same examples, or new ones with
 # HYPOTHESIS=random. There is no deadline for an example, because machines differ in speed.

@@ -25,13 +25,18 @@ def n_devices(): return torch.get_device_module(kind).device_count()
 # Build the simulated device, and make it known to PyTorch
 
 def library():
-    """Return the path of the library with the simulated device
+    """Return the path of the library with the simulated device, which is built once for each environment
 
-    Its name has a hash of device.cpp and PyTorch's version.
+    If this Python has no virtual environment, or one that is read-only, the library lies in the home
+    folder of these tests, and is built anew in each session. Its name has a hash of device.cpp and
+    PyTorch's version.
     """
     version = hashlib.sha256((tests/'device.cpp').read_bytes()).hexdigest()[:12]
-    cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')
-    return cache/'fastaccum'/f'device-{torch.__version__}-{version}.so'
+    name = f'device-{torch.__version__}-{version}.so'
+    in_environment = Path(sys.prefix)/'cache'/'fastaccum'/name
+    is_virtual = sys.prefix!=sys.base_prefix
+    if is_virtual and (in_environment.exists() or os.access(sys.prefix, os.W_OK)): return in_environment
+    return Path.home()/'.cache'/'fastaccum'/name
 
 def build():
     "Build the simulated device if needed. Return the reason why it cannot be built, or an empty string"
@@ -47,9 +52,10 @@ def build():
     cmd += [f'-I{torchs}/include', f'-I{torchs}/include/torch/csrc/api/include']
     cmd += [f'-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}']
     cmd += [f'-L{torchs}/lib', '-lc10', '-ltorch_cpu', '-ltorch']
-    res = subprocess.run(cmd, capture_output=True, text=True)
+    # LC_ALL=C: the compiler writes its errors in English
+    res = subprocess.run(cmd, env=os.environ|dict(LC_ALL='C'), capture_output=True, text=True)
     if not res.returncode:
-        partial.rename(library())
+        partial.replace(library())
         return ''
     error = next((o for o in res.stderr.splitlines() if 'error' in o), res.stderr)
     return f"device.cpp does not build with torch {torch.__version__}: install torch 2.15, g++ 11 or newer ({error})"

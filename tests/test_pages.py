@@ -15,6 +15,7 @@ def notebook(fn, *sources):
     fn.write_text(json.dumps(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5)), encoding='utf-8')
     return fn
 
+asserts_a_warning = "with warnings.catch_warnings(record=True) as w: warnings.warn('a')\nassert w"
 hidden = '#| hide\nimport math\na = math.pi'
 
 @pytest.mark.nbdev
@@ -23,10 +24,19 @@ hidden = '#| hide\nimport math\na = math.pi'
     (['import os\nos.abort()'], 'exit code'),
     ([hidden, '#| hide\nassert a>3'], ''), ([hidden, 'a'], "NameError: name 'a'"),
     (['a = 1', '#| hide\na = 2', 'assert a==1'], ''), (['#| hide\nimport math', 'math.pi'], ''),
-    (['#| slow\nassert False'], '')], ids=str)
+    (['#| slow\nassert False'], ''), (['import warnings', asserts_a_warning], 'AssertionError'),
+    (['import warnings', "warnings.simplefilter('default')", asserts_a_warning], '')], ids=str)
 def test_a_page_fails_if_a_cell_fails_or_if_it_cannot_be_pasted(sources, why, tmp_path):
     found = pasted.failure(notebook(tmp_path/'a.ipynb', *sources))
     assert (why in found.partition('\n')[0]) if why else not found, found
+
+@pytest.mark.nbdev
+def test_a_page_writes_its_files_into_a_folder_that_is_removed(tmp_path):
+    "The page also finds the measurements of the repository"
+    source = "from pathlib import Path\nPath('written').touch()\nassert Path('../benchmarks/results').is_dir()"
+    fn = notebook(tmp_path/'a.ipynb', source)
+    assert pasted.failure(fn)==''
+    assert [o.name for o in tmp_path.iterdir()]==['a.ipynb']
 
 def test_a_guide_installs_fastaccum_in_colab_and_nowhere_else(monkeypatch):
     "The second cell of all guides is the same, and installs fastaccum: copy it into a new guide"

@@ -2,6 +2,7 @@
 import re, runpy, shutil, subprocess, sys
 from pathlib import Path
 import fastaccum, pytest
+from readme import project, project_url
 
 root = Path(__file__).resolve().parent.parent
 readme = (root/'README.md').read_text(encoding='utf-8')
@@ -48,12 +49,11 @@ def test_the_make_commands_in_readme_and_contributing_exist():
         assert not res.returncode, res.stderr
 
 def test_the_install_commands_and_versions_are_those_of_the_project():
-    "The address is that of pyproject.toml, and the oldest versions are those of settings.ini"
-    url = re.search(r'^Repository *= *"(.+)"', (root/'pyproject.toml').read_text(encoding='utf-8'), re.M)[1]
+    "The address and the oldest versions are those of pyproject.toml"
+    url = project_url('Repository')
     for o in (f'git clone {url} &&', f'pip install git+{url}\n'): assert o in readme
-    ini = (root/'settings.ini').read_text(encoding='utf-8')
-    python = re.search(r'^min_python *= *(\S+)', ini, re.M)[1]
-    oldest = dict(re.findall(r'(torch|fastai)>=([\d.]+)', ini))
+    python = project()['requires-python'].removeprefix('>=')
+    oldest = dict(o.split('>=') for o in project()['dependencies'])
     for o in (readme, (root/'nbs/get_started.ipynb').read_text(encoding='utf-8')):
         assert f'requires Python ≥ {python}, fastai ≥ {oldest["fastai"]} and torch ≥ {oldest["torch"]}.' in o
 

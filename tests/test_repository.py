@@ -1,8 +1,8 @@
 "Notebooks, modules and README agree, and no file contains a path of a developer's machine."
-import re, shutil, subprocess, sys, tempfile
+import re, shutil, subprocess, sys
 from pathlib import Path
 import pytest, readme
-from common import files_of_git
+from common import copy_folder, files_of_git
 
 root = Path(__file__).resolve().parent.parent
 lib,by_hand = root/'fastaccum',{'__init__.py','all.py'}   # nbdev-export writes all modules but these two
@@ -18,10 +18,10 @@ def run(cmd, cwd):
 @pytest.fixture
 def copy(tmp_path):
     "Return a folder with copies of the notebooks and of the modules that were written by hand"
-    shutil.copytree(root/'nbs', tmp_path/'nbs', ignore=shutil.ignore_patterns('.*', '_*'))
+    copy_folder(root/'nbs', tmp_path/'nbs', ignore=shutil.ignore_patterns('.*', '_*'))
     shutil.copy(root/'pyproject.toml', tmp_path)
     def written(_, names): return [o for o in names if o.endswith(('.py','__')) and o not in by_hand]
-    shutil.copytree(lib, tmp_path/'fastaccum', ignore=written)
+    copy_folder(lib, tmp_path/'fastaccum', ignore=written)
     return tmp_path
 
 @pytest.mark.nbdev
@@ -40,14 +40,47 @@ def test_notebooks_are_clean(copy):
 
 def test_the_readme_is_the_page_index(): assert not readme.main(check=True)
 
-def test_no_file_has_a_path_of_a_machine_or_is_large():
-    "Files have at most 2 MiB, and no path of this checkout or of a home folder"
-    places = {root, root.parent, Path.home()} - {Path('/'), Path('/tmp'), Path(tempfile.gettempdir())}
-    here = '|'.join(re.escape(str(o)) for o in places)
+def test_a_checkout_on_windows_has_the_same_bytes(tmp_path):
+    "Git for Windows sets `core.autocrlf`, which changes the line ends of files without the attribute `eol`"
+    names = files_of_git()   # skips the test outside of a git checkout
+    for value in ('true','false'):
+        cmd = ['git', '-c', f'core.autocrlf={value}', 'checkout-index', '--all', f'--prefix={tmp_path/value}/']
+        subprocess.run(cmd, cwd=root, check=True)
+    def written(value): return {o: (tmp_path/value/o).read_bytes() for o in names if (tmp_path/value/o).is_file()}
+    windows,linux = written('true'),written('false')
+    assert windows.keys()==linux.keys() and windows
+    assert [o for o in linux if windows[o]!=linux[o]]==[]
+
+def test_the_make_commands_that_files_name_exist():
+    targets = re.findall(r'^([a-z-]+):', (root/'Makefile').read_text(encoding='utf-8'), re.M)
+    named = re.compile(r'(?:`|run: )make (?:[A-Z]+=\S+ )*([a-z-]+)')
+    texts = {o: (root/o).read_text(encoding='utf-8') for o in files_of_git() if not o.endswith('.png')}
+    assert [f'{o}: make {name}' for o,text in texts.items() for name in named.findall(text)
+        if name not in targets]==[]
+
+def paths_of_machine(*folders):
+    """Return a pattern that finds paths within these folders, or within the home folder of any user
+
+    A folder directly below the root, such as /build or /usr, is left out: other paths begin like it.
+    """
     # a path begins after a character that cannot belong to a path, or after the \n or \t of a string in
     # a notebook
     start = r'(?:(?<![\w.~-])|(?<=\\[nt]))'
-    found = re.compile(fr'{start}(?:(?:{here})(?![\w.-])|/(?:home|Users)/\w+/).*'.encode())
+    within = [fr'{re.escape(str(o))}(?![\w.-])' for o in folders if len(o.parts)>2]
+    paths = '|'.join([*within, r'/(?:home|Users)/\w+/'])
+    return re.compile(fr"{start}(?:{paths}).*".encode())
+
+# the blanks are removed, because this file must not have such a path itself
+@pytest.mark.parametrize('text,found', [('/w/ours/nbs',True), ('/w/ours',True), ('see /w/ours/nbs',True),
+    ('/ home/ann/x',True), (r'"a\n/ Users/ann/x"',True), ('/w/ours-site',False), ('/w/other',False),
+    ('/usr/bin/env',False), ('https://a.org/w/ours',False)])
+def test_paths_of_a_machine_are_found(text, found):
+    text = text.replace('/ ', '/').encode()
+    assert bool(paths_of_machine(Path('/w/ours'), Path('/usr')).search(text))==found
+
+def test_no_file_has_a_path_of_a_machine_or_is_large():
+    "Files have at most 2 MiB, and no path of this checkout, of its environment or of a home folder"
+    found = paths_of_machine(root, Path(sys.prefix))
     names = files_of_git()
     assert [o for o in names if (root/o).stat().st_size>2**21]==[]
     assert [f'{o}: {m[0].decode()}' for o in names for m in found.finditer((root/o).read_bytes())]==[]

@@ -6,6 +6,7 @@ from fastai.vision.all import GradientAccumulation as FastaiGradientAccumulation
 from fastaccum import GradientAccumulation, NoiseScale
 from fastaccum.step import mean
 from fastaccum.testing import CrossEntropy, toy
+from common import CallAt
 
 # methods of a tensor that copy a value to the CPU, and so synchronize a GPU
 names = ['item','tolist','cpu','numpy','__bool__','__float__','__int__','__index__','__array__','nonzero']
@@ -52,6 +53,22 @@ def test_a_micro_batch_within_a_step_does_not_synchronize_the_gpu(kind, log, mon
 def test_the_noise_scale_synchronizes_once_in_a_measured_step(every):
     def run(*cbs): return sum(count_synchronizations([GradientAccumulation(16), *cbs], tokens=True))
     assert run(NoiseScale(every=every))-run()==4//every
+
+def test_a_fit_looks_for_changed_gradients_in_its_first_step_only(monkeypatch):
+    "Gradients that a callback changes within a step have another version; reading versions takes time"
+    read,after_steps = [],[]
+    version = torch.Tensor._version
+    def read_version(t):
+        read.append(t)
+        return version.__get__(t)
+    monkeypatch.setattr(torch.Tensor, '_version', property(read_version), raising=False)
+    note = CallAt('after_step', lambda _: after_steps.append(len(read)))
+    learn = toy(4, n=64, cbs=[GradientAccumulation(16),note])
+    for _ in range(2):
+        learn.fit(2, 0.1)
+        assert after_steps[0]>0 and after_steps==[after_steps[0]]*8
+        read.clear()
+        after_steps.clear()
 
 def count_calls(cbs, n):
     "Return the number of calls of Python and C functions in a fit on `n` batches"

@@ -6,6 +6,7 @@ import json, os, re, shutil, subprocess, sys, textwrap
 from importlib.util import find_spec
 from pathlib import Path
 import fastai, pytest
+from common import copy_folder
 
 root = Path(__file__).resolve().parent.parent
 patches = sorted((root/'upstream').glob('*.patch'))
@@ -26,7 +27,7 @@ def patched(tmp_path_factory):
     if not shutil.which('git'): pytest.skip('there is no git here')
     tmp = tmp_path_factory.mktemp('patched')
     stock = Path(find_spec('fastai').origin).parent
-    shutil.copytree(stock, tmp/'fastai', ignore=shutil.ignore_patterns('__pycache__', 'images'))
+    copy_folder(stock, tmp/'fastai', ignore=shutil.ignore_patterns('__pycache__', 'images'))
     # `git apply` would skip these files if their folder lay within a repository
     env = os.environ | dict(GIT_CEILING_DIRECTORIES=str(tmp.parent))
     def apply(*args): subprocess.run(['git','apply',*args], cwd=tmp, env=env, check=True)

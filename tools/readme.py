@@ -1,10 +1,13 @@
 """Write README.md and its pictures from nbs/index.ipynb; with `--check`, fail if they are outdated.
 
-Text, code and outputs are those saved in the notebook. No code is run, and no package is needed.
+Text, code and outputs are those saved in the notebook. No code is run.
 """
 import json, re, sys
 from base64 import b64decode
+from functools import cache
 from pathlib import Path
+try: import tomllib
+except ModuleNotFoundError: import tomli as tomllib   # Python 3.10: nbdev, pytest and Sphinx install it
 
 root = Path(__file__).resolve().parent.parent
 nb_path = root/'nbs/index.ipynb'
@@ -12,10 +15,14 @@ note = '<!-- Written by tools/readme.py from nbs/index.ipynb: edit that. -->'
 re_directive = re.compile(r'^\s*#\s*\|\s*(.*)')
 hidden = {'hide', 'hide: true', 'include: false'}
 
+@cache
+def project():
+    "Return the table `[project]` of pyproject.toml: the facts about the package"
+    return tomllib.loads((root/'pyproject.toml').read_text(encoding='utf-8'))['project']
+
 def project_url(name):
     "Return an address from pyproject.toml, such as that of 'Documentation', without a slash at its end"
-    text = (root/'pyproject.toml').read_text(encoding='utf-8')
-    return re.search(rf'^{name} *= *"(.+?)/?"', text, re.M)[1]
+    return project()['urls'][name].rstrip('/')
 
 def docs_url():
     "Return the address of the documentation site, without a slash at its end"
@@ -94,7 +101,7 @@ def main(check=False):
     for nm,data in files.items():
         fn = root/nm
         if check and (not fn.exists() or fn.read_bytes()!=data):
-            return f'{nm} is not in step with nbs/index.ipynb: make readme'
+            return f'{nm} is not in step with nbs/index.ipynb: run `make prepare`'
         fn.parent.mkdir(exist_ok=True)
         if not check: fn.write_bytes(data)
 

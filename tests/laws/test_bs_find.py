@@ -11,7 +11,7 @@ from fastai.text.all import (Adam, CancelFitException, CancelStepException, Data
     GradientClip, LMDataLoader, Learner, OptimWrapper, ProgressCallback, SortedDL, WeightedDL, pad_input)
 from fastaccum.testing import toy, toy_data
 from common import CallAt, CpuMixedPrecision, LimitedMemory, RecordAt, pick_cases, with_float32_inputs
-from small_learners import silence_in_double
+from small_learners import all_params, silence_in_double
 from test_dry_runs import unchanged
 
 def oom(): return torch.OutOfMemoryError('planted')
@@ -36,6 +36,23 @@ def test_it_finds_the_largest_size_that_fits(cap, mode):
     res = find_bs(capped(cap), mode, steps_per_trial=2)
     assert int(res)==res.size==(cap if mode=='binsearch' else 2**(cap.bit_length()-1)), res
     assert all(o.ok==(o.size<=cap) for o in res.trials)
+
+class OnCpu(nn.DataParallel):
+    "`DataParallel` on a CPU, where PyTorch's class has no devices; `sizes` are those of its batches"
+    sizes = set()
+    def __init__(self, model):
+        nn.Module.__init__(self)
+        self.module = model
+    def forward(self, x):
+        self.sizes.add(len(x))
+        return self.module(x)
+
+def test_a_model_in_dataparallel_is_tried_with_its_wrapper():
+    "The wrapper divides a batch among several GPUs, so a larger batch fits than on a single one"
+    learn = capped(8, splitter=all_params)
+    learn.model = OnCpu(learn.model)
+    res = find_bs(learn)
+    assert res.size==8 and OnCpu.sizes=={o.size for o in res.trials}
 
 @pytest.mark.parametrize('where', ['forward','backward','before_batch','after_loss','before_step'])
 @pytest.mark.parametrize('exc', [oom,MemoryError])

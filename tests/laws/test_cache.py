@@ -225,7 +225,9 @@ def test_inputs_that_need_a_gradient_get_one():
     "Here the inputs come from an encoder that is not part of the model"
     def run(*cbs):
         encoder,got = nn.Linear(5, 5).double(),[]
-        with torch.no_grad(): encoder.weight.copy_(torch.eye(5))
+        with torch.no_grad():
+            encoder.weight.copy_(torch.eye(5))
+            encoder.bias.zero_()
         note = CallAt('after_backward', lambda l: got.append(encoder.weight.grad.clone()))
         learn = fit([CallAt('before_batch', lambda l: setattr(l, 'xb', (encoder(l.x),)), run_valid=True),note,*cbs])
         learn.recorder.values.append(got)

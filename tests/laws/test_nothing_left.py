@@ -134,6 +134,8 @@ def test_an_interrupt_within_the_recorder_leaves_nothing_behind():
     learn.recorder.train_metrics = False
     assert_next_fit_is_right(learn, micro)
 
+package = os.path.join(os.path.dirname(fastaccum.__file__), '')   # this path ends with a separator
+
 def interrupted(at, way, stays):
     """Interrupt a fit at bytecode number `at` in the code of fastaccum
 
@@ -146,7 +148,7 @@ def interrupted(at, way, stays):
         if event!='opcode' or ran-1!=at: return local
         raise KeyboardInterrupt
     def trace(frame, event, arg):
-        frame.f_trace_opcodes = frame.f_code.co_filename.startswith(os.path.dirname(fastaccum.__file__))
+        frame.f_trace_opcodes = frame.f_code.co_filename.startswith(package)
         if frame.f_trace_opcodes: return local
     if stays: learn.add_cbs(cbs)
     sys.settrace(trace)
@@ -177,7 +179,7 @@ def interrupted_at_end_of_loader(at):
         if ran-1==at: raise KeyboardInterrupt
         return local
     def trace(frame, event, arg):
-        ends_the_loader = frame.f_code.co_name in functions and 'fastaccum' in frame.f_code.co_filename
+        ends_the_loader = frame.f_code.co_name in functions and frame.f_code.co_filename.startswith(package)
         frame.f_trace_opcodes = ends_the_loader
         return local if ends_the_loader else None
     old = sys.gettrace()

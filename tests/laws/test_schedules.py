@@ -118,8 +118,10 @@ def test_each_fit_starts_the_schedule_from_its_beginning():
         assert l.recorder.accum_bs==expected.recorder.accum_bs
         assert_same_run(expected, l)
 
-def test_lr_find_takes_steps_of_the_first_size_of_a_schedule():
-    a,b = toy(8, n=64),toy(4, n=64, cbs=Schedule(8, 32))
+@pytest.mark.parametrize('make', [lambda: Schedule(8, 32), lambda: Scheduler({0:2, 1:4}),
+    lambda: Scheduler({0:2, 1:4}, 'step')], ids=['fraction','epoch','step'])
+def test_lr_find_takes_steps_of_the_first_size_of_a_schedule(make):
+    a,b = toy(8, n=64),toy(4, n=64, cbs=make())
     for o in (a,b): o.lr_find(num_it=30, show_plot=False, stop_div=False)
     assert b.recorder.accum_bs==[8]*30
     assert_same_run(a, b)

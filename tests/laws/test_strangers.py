@@ -223,6 +223,34 @@ def test_a_cancelled_micro_batch_is_warned_of_once_if_steps_have_several(event, 
         return [str(o.message).partition('messages.html#')[2] for o in collected]
     assert entries_of(4)==['micro-batch-left-out'] and not entries_of(16)
 
+# Losses without a graph
+
+def loss_of_positives(p, y):
+    "Return the mean over samples of a loss that is 0 but for class 0; without class 0, it has no graph"
+    is_positive = y==0
+    if not is_positive.any(): return torch.zeros((), dtype=p.dtype)
+    return F.cross_entropy(p, y, reduction='none')[is_positive].sum()/len(y)
+
+@pytest.mark.parametrize('without', [[0],[1],[3],[0,1,2],[1,2,3],[0,1,2,3]], ids=str)
+def test_micro_batches_whose_loss_has_no_graph_count_with_a_gradient_of_zero(without):
+    """The micro-batches `without` of each step have a loss without a graph
+
+    If all micro-batches of a step have such a loss, the fit fails with PyTorch's error.
+    """
+    data = toy_data(64)
+    for i in range(64): data.tensors[1][i] = 1 if i//4%4 in without else i%2
+    def runs(): return entries_and_runs(data=data, loss_func=loss_of_positives)
+    if len(without)<4: assert_same_run(*runs()[1:])
+    else:
+        with pytest.raises(RuntimeError, match='does not require grad'): runs()
+
+def test_a_model_without_a_parameter_to_train_gives_pytorchs_error():
+    acc,splitting = GradientAccumulation(16),GradientAccumulation(16, micro_batch_size=4)
+    for bs,cbs in ((16,[]), (4,[acc]), (16,[splitting])):
+        learn = toy(bs, n=64)
+        learn.model.requires_grad_(False)
+        with pytest.raises(RuntimeError, match='does not require grad'): learn.fit(1, cbs=cbs)
+
 # Mixed precision that adds up gradients in half precision
 
 def test_gradients_in_half_precision_are_refused_before_the_model_is_cast():
@@ -260,11 +288,12 @@ def with_scale(pred, scale): return dict(pred=pred, scale=scale.exp())
 def after_time(pred, scale):
     "Return predictions whose first dimension is time, and whose second dimension is that of samples"
     return torch.stack([pred,pred*2,pred*3])
+def after_classes(pred, scale): return pred.T
 # by `f` of the model: a function that takes the output and returns the predictions of samples
 predictions_in = {with_number:lambda out: out[0], with_scale:lambda out: out['pred']*out['scale'],
-    after_time:lambda out: out.mean(0)}
+    after_time:lambda out: out.mean(0), after_classes:lambda out: out.T}
 @pytest.mark.parametrize('f', predictions_in)
-def test_a_loss_is_tried_on_predictions_with_numbers_or_with_time_first(f):
+def test_a_loss_is_tried_on_predictions_with_numbers_or_with_time_or_classes_first(f):
     def right(out, y): return F.cross_entropy(predictions_in[f](out), y)
     def compares(out, y): return right(out, y)+predictions_in[f](out).mean(0).pow(2).sum()
     def adds_up(out, y): return right(out, y)*len(y)
@@ -308,6 +337,26 @@ def test_a_callback_that_leaves_samples_out_of_a_split_batch_is_right_and_gives_
             cbs=lambda: [RecordAt('before_batch', keep_hardest)])
     assert not collected and assert_same_run(a, b)
 
+def mean_square(p, y): return (p.sum(1)-y).pow(2).mean()
+def leave_out_negatives(learn):
+    keep = learn.x[:,0]>0
+    learn.xb,learn.yb = (learn.x[keep],),(learn.y[keep],)
+def test_a_callback_that_leaves_samples_out_gives_the_mean_over_the_samples_that_are_left():
+    "The callback leaves 2 to 4 samples in each micro-batch"
+    data = toy_data(64)
+    for i in (0,1): data.tensors[0][i::4,0].abs_()
+    entries,a,b = entries_and_runs(data=data, loss_func=mean_square,
+        fit=lambda learn, cbs: learn.fit(2, .01, cbs=cbs),
+        cbs=lambda: [RecordAt('before_batch', leave_out_negatives)])
+    assert not entries and assert_same_run(a, b)
+
+def test_empty_targets_of_a_loss_that_needs_none_count_as_the_samples_of_the_batch():
+    def drop_targets(learn): learn.yb = (torch.zeros(0),)
+    entries,a,b = entries_and_runs(n=70, loss_func=lambda p, y: p.pow(2).mean(),
+        cbs=lambda: [RecordAt('before_batch', drop_targets)])
+    # without targets, fastaccum cannot divide the batch to try the loss on its parts
+    assert entries==['loss-not-tried'] and assert_same_run(a, b)
+
 def test_memory_that_runs_out_in_a_callbacks_second_pass_is_an_error_with_the_remedy():
     second_pass = CallAt('before_step', lambda learn: raise_oom_above(4)(8))
     words = "planted(?s:.*)callback's `before_step`, which does not run in micro-batches"
@@ -347,10 +396,32 @@ def test_batches_of_graphs_are_counted_by_their_targets(n, sizes):
         learn.dls = DataLoaders(loader, loader)
         learn.dls.n_inp = 2
         with collect_warnings() as collected: learn.fit(2, .1, cbs=cbs)
-        return learn,[str(o.message) for o in collected if 'fastaccum' in str(o.message)]
+        return learn,[str(o.message) for o in collected if '\nMore: ' in str(o.message)]
     a,_ = run(in_chunks(list(range(n)), accum_bs), accum_bs, [])
     b,messages = run(micro_batches, 4, [GradientAccumulation(accum_bs)])
     assert not messages and assert_same_run(a, b)
+
+class Opaque:
+    "A batch whose number of samples cannot be seen from outside"
+    def __init__(self, o): self.o = o
+class OpaqueLoader(BatchListLoader):
+    def __init__(self, dataset, bs):
+        super().__init__(dataset, [in_chunks(list(range(len(dataset))), bs)])
+        self.bs = bs
+    def __iter__(self): return ((Opaque(x),Opaque(y)) for x,y in super().__iter__())
+class OfOpaque(nn.Linear):
+    def forward(self, x): return super().forward(x.o)
+@pytest.mark.parametrize('n', [64,58,51])
+def test_batches_that_do_not_show_their_size_are_counted_by_the_length_of_the_dataset(n):
+    "The last batch of an epoch may have fewer samples than the others"
+    def run(bs, *cbs):
+        learn = toy(4, model=lambda: OfOpaque(5, 3).double(), splitter=all_params,
+            loss_func=lambda p, y: F.cross_entropy(p, y.o))
+        learn.dls = DataLoaders(*(OpaqueLoader(toy_data(n), o) for o in (bs,32)))
+        # the loss of a part cannot be tried, because a batch of an unknown type cannot be split
+        with collect_warnings(): learn.fit(2, .1, cbs=cbs)
+        return learn
+    assert_same_run(run(16), run(4, GradientAccumulation(16)))
 
 def test_with_auto_a_loader_without_a_batch_size_is_refused_with_a_remedy():
     learn = toy(4, n=64)

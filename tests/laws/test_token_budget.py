@@ -190,6 +190,20 @@ def test_lengths_may_come_from_a_function_or_from_the_id_of_padding(side):
         assert deviation(weights(full), weights(split))<1e-10
         assert split.model.columns<.6*full.model.columns
 
+def test_lengths_may_be_an_input_that_comes_before_the_tokens():
+    class TakesLengths(Bert):
+        def forward(self, lengths, ids):
+            mask = torch.arange(ids.shape[1])<lengths[:,None]
+            return super().forward(dict(input_ids=ids, attention_mask=mask.long()))
+    def take_lengths(learn): learn.xb = (learn.x['attention_mask'].sum(1),learn.x['input_ids'])
+    def learner():
+        learn = text_learner(TakesLengths)
+        return learn.add_cb(CallAt('before_batch', take_lengths, order=-1, run_valid=True))
+    budget = TokenBudget(80, length=lambda b: b[0])
+    full,split = fit(learner()),fit(learner(), GradientAccumulation(24, micro_batch_size=budget))
+    assert deviation(weights(full), weights(split))<1e-10
+    assert split.model.columns<.6*full.model.columns
+
 def in_batch_loss(z, y):
     "Compares all texts of a batch with each other"
     z = F.normalize(z, dim=1)

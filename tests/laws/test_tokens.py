@@ -47,6 +47,12 @@ cases = {**{f'{k} over tokens':dict(tokens=True, loss_func=f, fit=fit_small_rate
     **{f'8 bits {i}':dict(data=TensorDataset(x, masks), model=lambda: nn.Linear(5,160).double(), splitter=params,
         loss_func=nn.CrossEntropyLoss(o)) for i,o in enumerate((None,rand(160)))}}
 
+# PyTorch's functions ignore targets of -100 by default
+ignored = toy_data(70)
+ignored.tensors[1][::3] = -100
+for f in (F.cross_entropy,nn.CrossEntropyLoss(),partial(F.cross_entropy, label_smoothing=0.1)):
+    cases[f'ignored by default {len(cases)}'] = dict(data=ignored, loss_func=f)
+
 # All targets of some micro-batches have a class of weight 0, so their loss is 0/0; the full batch has
 # other classes too
 rare = toy_data(70)

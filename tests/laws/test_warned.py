@@ -68,6 +68,13 @@ class Remembers(nn.Linear):
         self.total = self.total+0.1*res.detach().mean(0)
         return res
 
+class RemembersLittle(Remembers):
+    "A layer whose previous outputs change its output by less than a hundredth"
+    def forward(self, x):
+        res = super().forward(x)
+        self.total = self.total/12
+        return res
+
 class Masked(nn.Module):
     "A mean over targets that are not -100, in a module without an attribute `ignore_index`"
     def forward(self, p, y):
@@ -306,6 +313,7 @@ def test_trying_a_loss_does_not_change_its_state():
 # Arguments of `warnings_and_runs` with a model whose hidden state is reset once an epoch, not once a
 # batch
 remembers = dict(model=lambda: Remembers(5, 3).double(), splitter=all_params, cbs=resets('before_train'))
+split = dict(micro=16, acc=dict(micro_batch_size=4))
 # Each case: the warnings, arguments of `warnings_and_runs`, and the arguments that the remedy changes
 warned = dict(
     hidden_mean=([not_a_mean], dict(tokens=True, loss_func=Masked()), dict(acc=dict(n_items=not_ignored))),
@@ -318,8 +326,9 @@ warned = dict(
     both=([not_a_mean,batchnorm], dict(model=with_batchnorm, loss_func=summed, fit=fit_small_rate),
         dict(cbs=lambda: [FreezeBN()], **sums)),
     state=([hidden_state], remembers, dict(cbs=resets('before_batch'))),
-    state_where_split=([hidden_state], dict(remembers, micro=16, acc=dict(micro_batch_size=4)),
-        dict(cbs=list, model=layers)))
+    state_where_split=([hidden_state], remembers|split, dict(cbs=list, model=layers)),
+    little_state_where_split=([hidden_state],
+        remembers|split|dict(model=lambda: RemembersLittle(5, 3).double()), dict(cbs=list, model=layers)))
 
 @pytest.mark.parametrize('nm', warned)
 def test_a_warning_is_true_and_its_remedy_works(nm):

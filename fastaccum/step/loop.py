@@ -8,11 +8,10 @@ Docs: https://fastaccum.github.io/fastaccum/step/loop.html.md"""
 __all__ = ['Watch', 'MicroBatch', 'StepLoop', 'CurrentStep']
 
 # %% ../../nbs/step/09_loop.ipynb #imports
-import torch
+import time, torch
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
-from time import perf_counter
 from typing import NamedTuple
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException,
     CancelStepException)
@@ -200,7 +199,7 @@ def run_step(self:StepLoop, i:int, step:Step):
     self.n_read = self.n_left_out = 0
     self.unsplit_part = None
     self.by_event = {}   # callbacks may have got another `order`, or another method
-    self.began = perf_counter()
+    self.began = time.perf_counter()
     self.mean = StepMean(step.n_here, step.n_all, self.counter, self.processes, self.last_loss)
     self.kept_losses = KeptLosses(self.learn) if self.learn.metrics else None
     self.watch.begin_step(i)

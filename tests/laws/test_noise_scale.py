@@ -173,7 +173,7 @@ def test_the_verdict_says_that_noise_hides_the_gradient():
 def lengthen_gradients(l):
     for p in l.model.parameters(): p.grad *= 9
 def no_gradient(l):
-    if l.iter==1: l.loss_grad = l.loss_grad.detach()
+    if l.gradient_accumulation.current_step.micro.i==1: l.loss_grad = l.loss_grad.detach()
 
 @pytest.mark.parametrize('kwargs,match', [(dict(accum_bs=4),'one micro-batch'),
     (dict(cbs=[RecordAt('before_step', lengthen_gradients, order=9)]),'longer'),

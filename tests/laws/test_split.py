@@ -198,21 +198,21 @@ def test_rows_that_a_callback_adds_are_trained_on(micro):
     def views(l): l.xb,l.yb = (torch.cat([l.x,-l.x]),),(torch.cat([l.y]*2),)
     assert_same_run(*full_and_split(16, 16, micro, cbs=lambda: [CallAt('before_batch', views)], n=64))
 
-@pytest.mark.parametrize('accum', [16,32])
-def test_after_batch_comes_once_for_each_before_batch(accum):
+@pytest.mark.parametrize('accum,by_step,n_ends', [(16,None,2), (32,None,1), (32,False,2)])
+def test_after_batch_comes_when_a_split_batch_is_whole_again(accum, by_step, n_ends):
     """In `before_batch`, the Learner has the whole batch, in `after_batch` its last part
 
     Within a part, an attribute of a callback that has a row for each sample of the batch is cut to the
     part.
     """
     class KeepsInputs(Callback):
-        run_valid = False
+        run_valid,per_step = False,by_step
         def before_batch(self): self.kept = self.whole = self.x.clone()
         def after_pred(self): parts.append(self.kept.equal(self.x) and len(self.x))
         def after_batch(self): ends.append((self.kept is self.whole and len(self.kept), len(self.x), len(self.pred)))
     parts,ends = [],[]
     toy(16, n=32).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=4),KeepsInputs()])
-    assert ends==[(16,4,4)]*2 and parts==[4]*8
+    assert ends==[(16,4,4)]*n_ends and parts==[4]*8
 
 @pytest.mark.parametrize('which', [0,1,3])
 @pytest.mark.parametrize('event', ['after_pred','after_loss','before_backward'])

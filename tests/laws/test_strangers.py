@@ -153,33 +153,35 @@ def test_a_callback_that_passes_on_the_models_loss_is_warned_of_only_if_labels_a
         cbs=lambda: [PassesOnLoss()], fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))
     assert entries==(['loss-not-tried'] if has_padding and differ(a, b) else [])
 
-def test_iter_and_n_iter_count_either_micro_batches_or_steps():
-    "Micro-batches in events of a micro-batch, steps in events of a step; a dropped step does not count"
-    events = 'before_batch','after_pred','before_step','after_step'
-    for bs,acc,n,n_batches,n_steps in ((4,dict(),70,18,5), (4,dict(drop_last=True),70,16,4),
-            (4,dict(micro_batch_size=2),64,16,4),
-            (5,dict(micro_batch_size=3),70,18,5)):   # a step of 16 ends within a batch of 5
-        cbs = [RecordAt(event, lambda learn: (learn.iter,learn.n_iter)) for event in events]
+def test_iter_and_n_iter_count_steps_in_every_event():
+    events = 'before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step'
+    for bs,acc,n,n_steps in ((4,dict(),70,5), (4,dict(drop_last=True),70,4), (4,dict(micro_batch_size=2),64,4),
+            (5,dict(micro_batch_size=3),70,5)):   # a step of 16 ends within a batch of 5
+        cbs = [RecordAt(event, lambda learn: (learn.epoch,learn.iter,learn.n_iter)) for event in events]
         toy(bs, n=n).fit(2, cbs=[GradientAccumulation(16, **acc),*cbs])
-        batches,parts,before,after = (o.values for o in cbs)
-        assert batches==[(i,n_batches) for i in range(n_batches)]*2 and set(parts)==set(batches)
-        assert before==after==[(i,n_steps) for i in range(n_steps)]*2
+        expected = [(epoch,i,n_steps) for epoch in range(2) for i in range(n_steps)]
+        for o in cbs: assert [*dict.fromkeys(o.values)]==expected
 
-def stops_at(event, exc, i):
-    "Return a callback that raises `exc` at `event` in training when `iter` is `i`"
+def test_the_current_step_says_which_micro_batch_runs_and_where_it_starts():
+    def place(learn):
+        micro = learn.gradient_accumulation.current_step.micro
+        return micro.i,micro.n_before,micro.n
+    for bs,acc,sizes in ((4,{},[4]*4), (8,dict(micro_batch_size=3),[3,3,2]*2)):
+        cb = RecordAt('after_pred', place)
+        toy(bs, n=16).fit(1, cbs=[GradientAccumulation(16, **acc),cb])
+        assert cb.values==[(i,sum(sizes[:i]),n) for i,n in enumerate(sizes)]
+
+def stops_at(event, exc, when):
+    "Return a callback that raises `exc` at `event` in training when `when(learn)` is true"
     def stop(learn):
-        if learn.iter==i and learn.training: raise exc
+        if learn.training and when(learn): raise exc
     return CallAt(event, stop)
 @pytest.mark.parametrize('exc', [CancelTrainException,CancelEpochException,CancelFitException])
-def test_an_epoch_that_ends_before_its_first_step_is_warned_of(exc):
-    for event,i,is_warned in (('before_batch',2,True), ('after_backward',1,True), ('before_batch',4,False),
-            ('after_step',1,False), ('before_batch',0,False)):
-        learn = toy(4, n=64)
-        before = weights(learn)
-        with collect_warnings() as collected: learn.fit(1, cbs=[GradientAccumulation(16),stops_at(event, exc, i)])
-        entries = [str(o.message).partition('messages.html#')[2] for o in collected]
-        assert ('epoch-without-step' in entries)==is_warned and learn.n_iter>0
-        assert weights(learn).equal(before)==(is_warned or i==0)
+@pytest.mark.parametrize('event,i', [('before_batch',2), ('before_batch',0), ('after_step',1)])
+def test_a_callback_that_ends_an_epoch_by_iter_ends_it_as_in_the_full_batch_run(event, i, exc):
+    with collect_warnings() as collected:
+        a,b = both_runs(n=64, cbs=lambda: [stops_at(event, exc, lambda l: l.iter==i)], fit=lambda l,cbs: l.fit(2, .1, cbs=cbs))
+    assert not collected and deviation(weights(a), weights(b))<1e-9 and a.train_iter==b.train_iter
 
 # Micro-batches and backward passes that callbacks cancel
 
@@ -217,9 +219,10 @@ def test_gradients_that_do_not_come_from_the_loss_are_refused(f):
 @pytest.mark.parametrize('event,exc', [('before_batch',CancelBatchException), ('after_loss',CancelBatchException),
     ('before_backward',CancelBackwardException)])
 def test_a_cancelled_micro_batch_is_warned_of_once_if_steps_have_several(event, exc):
+    def is_second(learn): return learn.gradient_accumulation.current_step.micro.i==1
     def entries_of(bs):
         with collect_warnings() as collected:
-            toy(bs, n=64).fit(2, cbs=[GradientAccumulation(16),stops_at(event, exc, 1)])
+            toy(bs, n=64).fit(2, cbs=[GradientAccumulation(16),stops_at(event, exc, is_second)])
         return [str(o.message).partition('messages.html#')[2] for o in collected]
     assert entries_of(4)==['micro-batch-left-out'] and not entries_of(16)
 

@@ -177,7 +177,7 @@ def stops_at(event, exc, when):
         if learn.training and when(learn): raise exc
     return CallAt(event, stop)
 @pytest.mark.parametrize('exc', [CancelTrainException,CancelEpochException,CancelFitException])
-@pytest.mark.parametrize('event,i', [('before_batch',2), ('before_batch',0), ('after_step',1)])
+@pytest.mark.parametrize('event,i', [('before_batch',2), ('before_batch',0), ('after_batch',1)])
 def test_a_callback_that_ends_an_epoch_by_iter_ends_it_as_in_the_full_batch_run(event, i, exc):
     with collect_warnings() as collected:
         a,b = both_runs(n=64, cbs=lambda: [stops_at(event, exc, lambda l: l.iter==i)], fit=lambda l,cbs: l.fit(2, .1, cbs=cbs))

@@ -358,6 +358,20 @@ def test_memory_may_run_out_in_the_middle_of_a_batch_or_a_step(attempts, acc):
     same(fit(cbs(), n=75), b)
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
+def test_a_fit_may_have_less_memory_than_an_earlier_fit():
+    "The second fit begins with micro-batches of 8; memory runs out in its first backward pass"
+    def fits(cache, caps=(99,99)):
+        cap,learn = [],toy(16, n=48, loss_func=nt_xent, splitter=all_params,
+            model=lambda: net(LimitedMemory(lambda stage, n: stage=='backward' and n>cap[-1])))
+        for n in caps:
+            cap.append(n)
+            learn.fit(1, 0.1, cbs=cache)
+        return learn
+    cache = Cached('auto')
+    same(fits([]), fits(cache, (8,4)))
+    assert cache.size==4
+
+@pytest.mark.filterwarnings('ignore:memory ran out')
 def test_auto_halves_the_size_of_training_for_a_model_that_trains_in_evaluation_mode():
     attempts = iter(range(200))   # raises an error if the fit repeats a batch without end
     def runs_out(stage, n):

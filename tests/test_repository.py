@@ -1,5 +1,5 @@
 "Notebooks, modules and README agree, and no file contains a path of a developer's machine."
-import re, shutil, subprocess, sys
+import re, shutil, subprocess, sys, sysconfig
 from pathlib import Path
 import pytest, readme
 from common import copy_folder, files_of_git
@@ -8,11 +8,16 @@ root = Path(__file__).resolve().parent.parent
 lib,by_hand = root/'fastaccum',{'__init__.py','all.py'}   # nbdev-export writes all modules but these two
 
 def files(path, ext):
-    "Return the contents of all files in the folder `path` whose names end with `ext`, by name"
-    return {o.relative_to(path).as_posix(): o.read_bytes() for o in sorted(path.rglob(f'*.{ext}'))}
+    """Return the texts of all files in the folder `path` whose names end with `ext`, by name
+
+    Line ends are not compared: nbdev writes those of the system, and git commits those of the repository.
+    """
+    found = sorted(path.rglob(f'*.{ext}'))
+    return {o.relative_to(path).as_posix(): o.read_text(encoding='utf-8') for o in found}
 def run(cmd, cwd):
-    "Run a command, such as nbdev-export, from the folder of the Python interpreter"
-    res = subprocess.run([Path(sys.executable).with_name(cmd)], cwd=cwd, capture_output=True, text=True)
+    "Run a command that belongs to this Python, such as nbdev-export"
+    cmd = shutil.which(cmd, path=sysconfig.get_path('scripts'))   # on Windows, not the folder of the interpreter
+    res = subprocess.run([cmd], cwd=cwd, capture_output=True, text=True)
     assert not res.returncode and 'Failed' not in res.stderr, res.stdout+res.stderr
 
 @pytest.fixture

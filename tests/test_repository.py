@@ -2,7 +2,7 @@
 import re, shutil, subprocess, sys, sysconfig
 from pathlib import Path
 import pytest, readme
-from common import copy_folder, files_of_git
+from common import copy_folder, files_of_git, git
 
 root = Path(__file__).resolve().parent.parent
 lib,by_hand = root/'fastaccum',{'__init__.py','all.py'}   # nbdev-export writes all modules but these two
@@ -49,7 +49,7 @@ def test_a_checkout_on_windows_has_the_same_bytes(tmp_path):
     "Git for Windows sets `core.autocrlf`, which changes the line ends of files without the attribute `eol`"
     names = files_of_git()   # skips the test outside of a git checkout
     for value in ('true','false'):
-        cmd = ['git', '-c', f'core.autocrlf={value}', 'checkout-index', '--all', f'--prefix={tmp_path/value}/']
+        cmd = [*git, '-c', f'core.autocrlf={value}', 'checkout-index', '--all', f'--prefix={tmp_path/value}/']
         subprocess.run(cmd, cwd=root, check=True)
     def written(value): return {o: (tmp_path/value/o).read_bytes() for o in names if (tmp_path/value/o).is_file()}
     windows,linux = written('true'),written('false')

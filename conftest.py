@@ -13,11 +13,13 @@ os.environ['MPLBACKEND'] = 'agg'
 home_variable = 'FASTACCUM_HOME_OF_TESTS'
 settings_of_user = ('XDG_CACHE_HOME', 'XDG_CONFIG_HOME', 'XDG_DATA_HOME', 'XDG_STATE_HOME', 'IPYTHONDIR',
     'MPLCONFIGDIR', 'MATPLOTLIBRC', 'FASTAI_HOME', 'TORCH_HOME', 'HF_HOME')
+# launchers set these, and fastai then takes this process for one of several
+of_launchers = 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'
 if home_variable not in os.environ:
     home_of_tests = TemporaryDirectory(prefix='fastaccum-home-', ignore_cleanup_errors=True)
     for name in ('HOME','USERPROFILE',home_variable): os.environ[name] = home_of_tests.name
     for name in list(os.environ):
-        if name in settings_of_user or name.startswith('WANDB_'): del os.environ[name]
+        if name in (*settings_of_user,*of_launchers) or name.startswith('WANDB_'): del os.environ[name]
 
 import pasted, pytest
 

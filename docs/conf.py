@@ -53,7 +53,10 @@ html_theme_options = dict(top_of_page_buttons=['view'], footer_icons=[],
     dark_css_variables=colors('#7fb8f5', '#5fcf80', '#ff8b94'))
 copybutton_selector = '.cell_input div.highlight pre, div[class^="highlight-"]:not(.output) > div.highlight > pre'
 
-def git(*args): return subprocess.run(['git', *args], cwd=root, capture_output=True, text=True).stdout.strip()
+def git(*args):
+    "Return what git prints, also in a checkout that belongs to another user; an empty text if it fails"
+    cmd = ['git', '-c', 'safe.directory=*', *args]
+    return subprocess.run(cmd, cwd=root, capture_output=True, text=True).stdout.strip()
 # links to source code use the tag of this version or the commit, because line numbers change on a branch
 pinned = git('describe', '--tags', '--exact-match') or git('rev-parse', 'HEAD') or 'main'
 

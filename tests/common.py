@@ -7,7 +7,7 @@
 - Mixed precision on a CPU: `CpuMixedPrecision`, `CpuLossScaling`, `overflow_at_step`, `overflow_on_sample`
 - Memory that runs out: `raise_oom_above`, `CheckInBackward`, `LimitedMemory`, `runs_out_above`, `runs_out_on_attempts`
 - Looking at a Learner: `grads`, `weights`, `weights_unchanged`
-- Warnings, and the files of the repository: `collect_warnings`, `copy_folder`, `files_of_git`
+- Warnings, and the files of the repository: `collect_warnings`, `copy_folder`, `git`, `files_of_git`
 """
 import os, pytest, shutil, subprocess, torch, warnings
 from contextlib import contextmanager
@@ -232,10 +232,12 @@ def copy_folder(src, dst, **kwargs):
     for o in (dst, *dst.rglob('*')):
         if o.is_dir(): o.chmod(0o755)
 
+# git refuses a folder that belongs to another user, such as a mounted one, unless it is called safe
+git = 'git','-c','safe.directory=*'
+
 def files_of_git():
     "Return the names of the files that are committed, and of new files that git does not ignore"
-    # git refuses a folder that belongs to another user, such as a mounted one, unless it is called safe
-    cmd = ['git','-c','safe.directory=*','ls-files','-z','--cached','--others','--exclude-standard']
+    cmd = [*git,'ls-files','-z','--cached','--others','--exclude-standard']
     root = Path(__file__).resolve().parent.parent
     res = subprocess.run(cmd, cwd=root, capture_output=True, text=True)
     if res.returncode: pytest.skip('not a git checkout')

@@ -128,7 +128,8 @@ def synchronizations():
     """
     calls = []
     def note(_):
-        files = (o.f_code.co_filename for o,_ in traceback.walk_stack(None))
+        # `walk_stack(None)` would leave out the innermost frames, in Python 3.12 and later one more
+        files = [o.f_code.co_filename for o,_ in traceback.walk_stack(sys._getframe())]
         calls.append([o for o in files if o not in (__file__,warnings.__file__)])
     if kind=='sim':
         listener = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(note)

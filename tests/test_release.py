@@ -76,7 +76,9 @@ def test_conda_and_the_oldest_versions_have_the_requirements_of_pyproject():
 
 def test_each_python_is_tested():
     assert pythons[0]==min_python
-    assert json.loads(re.search(r'python: (\[.+\])', text_of('.github/workflows/test.yml'))[1])==pythons
+    def tested(workflow):
+        return json.loads(re.search(r'python: (\[.+\])', text_of(f'.github/workflows/{workflow}.yml'))[1])
+    assert tested('test')==pythons and tested('release')==[pythons[0],pythons[-1]]
 
 @pytest.fixture(scope='module')
 def sdist(tmp_path_factory):

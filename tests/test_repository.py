@@ -1,18 +1,23 @@
 "Notebooks, modules and README agree, and no file contains a path of a developer's machine."
-import re, shutil, subprocess, sys
+import re, shutil, subprocess, sys, sysconfig
 from pathlib import Path
 import pytest, readme
-from common import copy_folder, files_of_git
+from common import copy_folder, files_of_git, git
 
 root = Path(__file__).resolve().parent.parent
 lib,by_hand = root/'fastaccum',{'__init__.py','all.py'}   # nbdev-export writes all modules but these two
 
 def files(path, ext):
-    "Return the contents of all files in the folder `path` whose names end with `ext`, by name"
-    return {o.relative_to(path).as_posix(): o.read_bytes() for o in sorted(path.rglob(f'*.{ext}'))}
+    """Return the texts of all files in the folder `path` whose names end with `ext`, by name
+
+    Line ends are not compared: nbdev writes those of the system, and git commits those of the repository.
+    """
+    found = sorted(path.rglob(f'*.{ext}'))
+    return {o.relative_to(path).as_posix(): o.read_text(encoding='utf-8') for o in found}
 def run(cmd, cwd):
-    "Run a command, such as nbdev-export, from the folder of the Python interpreter"
-    res = subprocess.run([Path(sys.executable).with_name(cmd)], cwd=cwd, capture_output=True, text=True)
+    "Run a command that belongs to this Python, such as nbdev-export"
+    cmd = shutil.which(cmd, path=sysconfig.get_path('scripts'))   # on Windows, not the folder of the interpreter
+    res = subprocess.run([cmd], cwd=cwd, capture_output=True, text=True)
     assert not res.returncode and 'Failed' not in res.stderr, res.stdout+res.stderr
 
 @pytest.fixture
@@ -44,7 +49,7 @@ def test_a_checkout_on_windows_has_the_same_bytes(tmp_path):
     "Git for Windows sets `core.autocrlf`, which changes the line ends of files without the attribute `eol`"
     names = files_of_git()   # skips the test outside of a git checkout
     for value in ('true','false'):
-        cmd = ['git', '-c', f'core.autocrlf={value}', 'checkout-index', '--all', f'--prefix={tmp_path/value}/']
+        cmd = [*git, '-c', f'core.autocrlf={value}', 'checkout-index', '--all', f'--prefix={tmp_path/value}/']
         subprocess.run(cmd, cwd=root, check=True)
     def written(value): return {o: (tmp_path/value/o).read_bytes() for o in names if (tmp_path/value/o).is_file()}
     windows,linux = written('true'),written('false')

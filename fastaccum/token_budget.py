@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from .base.arguments import check_count, check_function
+from .base.arguments import check_count, check_function, check_name
 from .base.messages import AccumulationWarning, WarnOnce, more_link
 from .restore.state import ForwardState
 from .step.batch import container_like, has_rows, is_mapping, leaves, pick
@@ -35,14 +35,11 @@ def _spans(mask):
 # %% ../nbs/11_token_budget.ipynb #mask-of-lengths
 def _is_constant(x, where):
     "Whether `x` has a single value where `where` is true, as a tensor (does not synchronize the GPU)"
-    where = where.reshape(*where.shape, *[1]*(x.ndim-where.ndim))
     x = x.detach().float()
     return x.masked_fill(~where, torch.inf).amin()>=x.masked_fill(~where, -torch.inf).amax()
 
-def _mask_of_lengths(lengths, padded, n):
+def _mask_of_lengths(lengths, padded, n, padding_side):
     """Return a mask of tokens for the `n` rows of `padded`, in which row `i` has `lengths[i]` tokens
-
-    The padding is on the side where all values are equal, and the tokens are on the other side.
 
     ValueError: `lengths` are not `n` numbers from 0 to the number of columns of `padded`
     """
@@ -58,16 +55,8 @@ def _mask_of_lengths(lengths, padded, n):
             f"{width} tokens: return the number of tokens in each row, from 0 to {width}"
             + more_link('no-lengths'))
     columns = torch.arange(width, device=padded.device)
-    tokens_if_left = columns<lengths[:,None]
-    tokens_if_right = columns>=width-lengths[:,None]
-    # Padding has one value. The tokens can be on the left only if all values to the right of the tokens
-    # are equal, and on the right only if all values to the left of the tokens are equal.
-    may_be_left = _is_constant(padded, ~tokens_if_left)
-    may_be_right = _is_constant(padded, ~tokens_if_right)
-    # if both sides are possible, or neither is, the side is unknown: then the mask covers both cases
-    left = tokens_if_left & (may_be_left | ~may_be_right)
-    right = tokens_if_right & (may_be_right | ~may_be_left)
-    return left | right
+    if padding_side=='left': return columns>=width-lengths[:,None]
+    return columns<lengths[:,None]
 
 # %% ../nbs/11_token_budget.ipynb #division
 class TokenDivision(Division):
@@ -176,8 +165,8 @@ class TokenBudget(MicroBatchLimit):
     micro-batch of its own.
 
     TypeError: an argument has the wrong type
-    ValueError: `max_tokens` is below 1; during a fit, before any weights are updated, the lengths of the
-        texts cannot be determined
+    ValueError: `max_tokens` is below 1, or `padding_side` is unknown; during a fit, before any weights
+        are updated, the lengths of the texts cannot be determined
     AccumulationWarning: during a fit, trimming the padding changes the model's output
     UserWarning: during a fit, a row is longer than the budget
     """
@@ -192,7 +181,9 @@ class TokenBudget(MicroBatchLimit):
         *, pad_id:int|None=None,
         # `length(batch)` returns the number of tokens in each row, excluding padding. Default: find the
         # padding with the `attention_mask` or `pad_id`
-        length:Callable|None=None
+        length:Callable|None=None,
+        # Side of a row with the padding, 'right' or 'left'; needed only with `length`
+        padding_side:str='right'
     ):
         super().__init__()
         self.max_tokens = check_count('max_tokens', max_tokens, 'token')
@@ -202,6 +193,8 @@ class TokenBudget(MicroBatchLimit):
                 + more_link('no-lengths'))
         self.pad_id = pad_id
         self.length = check_function('length', length, 1, 'lambda batch: batch[1]')
+        check_name('padding_side', padding_side, ('right','left'))
+        self.padding_side = padding_side
 
     def __repr__(self): return f'{type(self).__name__}({self.max_tokens})'
     def __getstate__(self): return vars(self)|dict(warn_once_of_comparison=None)
@@ -219,7 +212,7 @@ def _mask(self:TokenBudget, xb, yb, n):
     """
     tensors = [o for o in leaves(xb) if has_rows(o, n) and o.ndim>1]
     if self.length is not None and tensors:
-        return _mask_of_lengths(self.length((*xb,*yb)), tensors[0], n)
+        return _mask_of_lengths(self.length((*xb,*yb)), tensors[0], n, self.padding_side)
     mask = xb[0]['attention_mask'] if is_mapping(xb[0]) and 'attention_mask' in xb[0].keys() else None
     if has_rows(mask, n) and mask.ndim==2: return mask!=0
     ids = [o for o in tensors if o.ndim==2 and not o.is_floating_point() and o.dtype!=torch.bool]

@@ -232,16 +232,6 @@ class MicroBatchLimit:
         "Return the `Division` of a batch of `n` samples with the inputs `xb` and targets `yb`"
         return Division(n, self.split)
 
-    def attempt(self, n:int, training:bool, run:Callable, undo:Callable,
-        may_retry:Callable=lambda: True)->bool:
-        """Call `run()` for `n` samples, and return whether there was enough memory
-
-        If not, `undo()` has restored the state from before `run()`. `may_retry()` returns False once the
-        effects of `run()` cannot be undone.
-        """
-        run()   # raises the error if memory runs out: only limits that shrink try again
-        return True
-
     def report(self, training:bool): "Do nothing; `AutoSize` warns if memory has run out"
     def forget_failure(self): "Do nothing; `AutoSize` forgets a failure that it has not reported"
 
@@ -282,23 +272,30 @@ class AutoSize(MicroBatchLimit):
 
 # %% ../../nbs/step/07_split.ipynb #auto-attempt
 @patch
-def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
+def attempt(self:MicroBatchLimit, n:int, training:bool, run:Callable, undo:Callable,
     may_retry:Callable=lambda: True)->bool:
     """Call `run()` for `n` samples; if memory runs out, call `undo()` and use fewer samples from then on
 
-    Returns whether there was enough memory. If `may_retry()` is false, the error of `run` is raised.
+    Returns whether there was enough memory. The error of `run` is raised if the limit never shrinks, or
+    if `may_retry()` is false.
 
     OutOfMemoryError: memory ran out with the smallest micro-batch
     """
-    reason = None
     try: run()
     except Exception as e:
-        if not is_out_of_memory(e) or not may_retry(): raise
+        runs_again = self.shrinks and is_out_of_memory(e) and may_retry()
+        if not runs_again: raise
         # keep the message and not `e` itself, whose traceback holds the memory that has to be freed
         reason = str(e).strip().split('\n')[0] or type(e).__name__
-    if reason is None: return True
+    else: return True
     undo()
     free_memory()
+    self._shrink(n, training, reason)
+    return False
+
+@patch
+def _shrink(self:AutoSize, n, training, reason):
+    "After memory ran out with `n` samples, with the error `reason`: allow half as many from now on"
     self.unreported = self.unreported or (n,reason)
     limit = self.max_samples(training)
     # To keep rows together, a `Division` may make a micro-batch larger than the limit. Such a
@@ -312,7 +309,6 @@ def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
     # round up, so that an odd number of samples is run in two parts
     if training: self.max_train = (n+1)//2
     else: self.max_valid = (n+1)//2
-    return False
 
 @patch
 def report(self:AutoSize, training:bool):

@@ -175,34 +175,34 @@ def forward(self:ReplayedForward):
 # %% ../../nbs/whole/00_replay.ipynb #run-all
 @patch
 def _run_all(self:ReplayedForward):
-    "Run all micro-batches, halving their size until memory is enough; return the outputs of each"
-    while True:
-        self.bounds = self.division.bounds(self.max_samples)
-        self.states = []
-        outs = []
-        def run(): self._run_once(outs)
-        def undo():
-            outs.clear()
-            self.states[0].put_back()
-        if self.cb.limit.attempt(self.bounds[0][1], self.training, run, undo): return outs
+    "Run all micro-batches; if memory runs out, repeat one in halves. Returns the outputs of each"
+    outs = []
+    hidden = HiddenRows(self.model, self.n)
+    start = 0
+    try:
+        while start<self.n:
+            stop = self.division.end_of(start, self.n, self.max_samples)
+            hidden.select(start, stop)
+            state = ForwardState(self.modules, self.devices)
+            def run(): outs.append(self._run_part(start, stop))
+            is_done = self.cb.limit.attempt(stop-start, self.training, run, state.put_back)
+            if not is_done: continue
+            state.settle()
+            hidden.keep()
+            self.bounds.append((start,stop))
+            self.states.append(state)
+            start = stop
+    finally: hidden.restore()
+    return outs
 
 @patch
-def _run_once(self:ReplayedForward, outs):
-    "Run the micro-batches `self.bounds`, and append the outputs of each to `outs`"
-    hidden = HiddenRows(self.model, self.n)
-    try:
-        for start,stop in self.bounds:
-            hidden.select(start, stop)
-            has_graph = self.learns and stop==self.n
-            self.states.append(ForwardState(self.modules, self.devices))
-            # autocast's cache has weights that earlier micro-batches cast under `no_grad`: if this
-            # micro-batch used them, the parameters would get no gradients
-            if has_graph: torch.clear_autocast_cache()
-            with nullcontext() if has_graph else torch.no_grad(), self.no_sync():
-                outs.append(self.run(start, stop))
-            self.states[-1].settle()
-            hidden.keep()
-    finally: hidden.restore()
+def _run_part(self:ReplayedForward, start, stop):
+    "Run a micro-batch, with a graph only if it is the last one; return its outputs"
+    has_graph = self.learns and stop==self.n
+    # autocast's cache has weights that earlier micro-batches cast under `no_grad`: if this micro-batch
+    # used them, the parameters would get no gradients
+    if has_graph: torch.clear_autocast_cache()
+    with nullcontext() if has_graph else torch.no_grad(), self.no_sync(): return self.run(start, stop)
 
 # %% ../../nbs/whole/00_replay.ipynb #find-rows
 @patch

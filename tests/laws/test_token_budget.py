@@ -184,8 +184,9 @@ def test_lengths_may_come_from_a_function_or_from_the_id_of_padding(side):
         learn.add_cb(CallAt('before_batch', lambda l: setattr(l, 'xb', (l.x['input_ids'],)), order=-1, run_valid=True))
         return learn
     full = fit(learner())
-    for size in (TokenBudget(80, pad_id=0),TokenBudget(80, length=lambda b: (b[0]!=0).sum(1)),
-            TokenBudget(80, length=lambda b: (b[0]!=0).sum(1).tolist())):
+    def count(b): return (b[0]!=0).sum(1)
+    for size in (TokenBudget(80, pad_id=0),TokenBudget(80, length=count, padding_side=side),
+            TokenBudget(80, length=lambda b: count(b).tolist(), padding_side=side)):
         split = fit(learner(), GradientAccumulation(24, micro_batch_size=size))
         assert deviation(weights(full), weights(split))<1e-10
         assert split.model.columns<.6*full.model.columns
@@ -264,7 +265,8 @@ def test_a_row_that_is_longer_than_the_budget_is_warned_of_once():
 refused = dict(no_tokens=(lambda: TokenBudget(0), ValueError, '`max_tokens` must be at least 1, got 0'),
     no_number=(lambda: TokenBudget('8k'), TypeError, "`max_tokens` must be.*got '8k'"),
     pad_token=(lambda: TokenBudget(80, pad_id='[PAD]'), TypeError, 'tokenizer.pad_token_id'),
-    no_function=(lambda: TokenBudget(80, length=8), TypeError, '`length` must be a function.*got 8'))
+    no_function=(lambda: TokenBudget(80, length=8), TypeError, '`length` must be a function.*got 8'),
+    no_side=(lambda: TokenBudget(80, length=len, padding_side='end'), ValueError, "'right' or 'left', got 'end'"))
 
 @pytest.mark.parametrize('case', refused)
 def test_bad_arguments_are_refused(case):

@@ -140,6 +140,13 @@ def listeners(self:StepLoop, event:str)->list:
     return self.by_event[event]
 
 @patch
+def _per_batch(self:StepLoop)->list:
+    "List the callbacks that get `after_batch` once per batch of the loader"
+    cbs = self.listeners('after_batch')
+    if 'per batch' not in self.by_event: self.by_event['per batch'] = [o for o in cbs if not hears_steps(o)]
+    return self.by_event['per batch']
+
+@patch
 def send(self:StepLoop, event:str):
     "Call the method `event` of each callback that has one"
     for cb in self.listeners(event): cb(event)
@@ -406,12 +413,12 @@ def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
     if is_recorded:
         self.log_rows.n_more_rows += 1
         self.log_rows.before_micro_batch_row(self.learn)
-    if not (is_recorded or ends_batch): return
+    per_batch = self._per_batch() if ends_batch else []
+    if not (is_recorded or per_batch): return
     self._put_back_inputs()
     for cb in self.listeners('after_batch'):
-        hears_batch = ends_batch and not hears_steps(cb)
         hears_row = is_recorded and records(cb)
-        if hears_batch or hears_row: self.log_rows.send_after_batch(cb, records(cb))
+        if hears_row or cb in per_batch: self.log_rows.send_after_batch(cb, records(cb))
 
 @patch
 def _put_back_inputs(self:StepLoop):

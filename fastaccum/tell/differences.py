@@ -55,7 +55,7 @@ def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
 # %% ../../nbs/tell/03_differences.ipynb #look
 class Warnings(Watch):
     "Warns if a fit differs from the full-batch run; with several processes, only the first one warns"
-    steps_compared = 8   # number of steps at the start of a fit in which settings are compared
+    steps_compared = 2   # number of steps at the start of a fit in which settings are compared
 
     def __init__(self):
         self.warn_once = WarnOnce()                # gives each warning of this fit once

@@ -15,7 +15,7 @@ from pathlib import Path
 from fastai.callback import wandb as fastai_wandb
 from fastai.learner import Learner
 from wandb.proto.wandb_internal_pb2 import Record
-from .base.messages import more_link
+from .base.messages import refuse
 
 
 # %% ../nbs/10_wandb.ipynb #callback
@@ -26,8 +26,7 @@ class WandbCallback(fastai_wandb.WandbCallback):
     """
     def before_fit(self):
         if self.log_model and not hasattr(self, 'save_model'):
-            raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, and "
-                "this Learner has none: add `SaveModelCallback()` to `cbs=`" + more_link('log-model'))
+            raise refuse('log-model')
         # In fastai 2.8.9 to 2.8.12, `before_fit` raises a TypeError when it formats the dict that
         # `learn.gather_args()` returns. So replace `gather_args` by `dict`, which returns an empty dict.
         vars(self.learn)['gather_args'] = dict

@@ -21,7 +21,7 @@ from .accumulation import GradientAccumulation
 from .cache import check_cached
 from .checkpoint import unwrapped
 from .base.arguments import check_count, our_callback
-from .base.messages import more_link
+from .base.messages import refuse, text_of
 from .check.causes import (FirstBatchProbe, Row, callbacks_to_try, describe_modules,
     find_differing_callbacks)
 from .check.compare import Compare, grad_differences, relative_diff
@@ -71,9 +71,7 @@ def accum_check(self:Learner,
                 compare = Compare(run, setup.make_cbs, setup.loader_yields_parts, setup.split, bs,
                     n_batches, micro_bs)
                 if accum_bs and compare.n<accum_bs:
-                    raise ValueError(f"`accum_bs={accum_bs}` is more than the {compare.n} samples that "
-                        f"the training loader has: pass at most {compare.n}"
-                        + more_link('samples-to-check'))
+                    raise refuse('samples-to-check', accum_bs, compare.n)
                 return _Diagnosis(compare, setup, no_cbs=cbs is None).diagnose(steps)
             diagnosis,too_many = None,None
             try: diagnosis = diagnose(bs, micro_bs)
@@ -90,20 +88,15 @@ def accum_check(self:Learner,
 def _check_args(learn, accum_bs, steps):
     "Reject invalid arguments of `accum_check`, and reject a check on several processes"
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
-        raise ValueError("`accum_bs=1` is a single sample, which cannot be split: pass at least 2"
-            + more_link('samples-to-check'))
+        raise refuse('samples-to-check/one')
     if steps!=0 or isinstance(steps, bool): check_count('steps', steps, 'step')
-    check_search(learn, 'accum_check', "each would check other samples. Run it in a single process",
-        'check')
+    check_search(learn, 'accum_check', text_of('would-check-others'), 'check')
 
 def _check_cbs(learn, acc, cache):
     "Raise the errors that `acc` and `cache` would raise in a fit, because the check does not run them"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
-        raise ValueError("`accum_check` got fastai's `GradientAccumulation`, but can check only "
-            "fastaccum's. If fastai's is on the Learner, remove it with "
-            "`learn.remove_cb(learn.gradient_accumulation)`. Then pass "
-            "`cbs=fastaccum.GradientAccumulation(…)`" + more_link('two-callbacks'))
+        raise refuse('two-callbacks/accum-check')
     if cache is not None: check_cached(learn, cache.limit)
 
 # %% ../nbs/02_accum_check.ipynb #setup

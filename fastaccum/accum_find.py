@@ -19,8 +19,8 @@ from fastcore.basics import patch
 from fastcore.foundation import L
 from .accumulation import GradientAccumulation
 from .base.arguments import check_bool, check_count, our_callback
-from .base.messages import more_link
-from .restore.dry_run import Batches, CountSteps, DryRun, no_step_remedy
+from .base.messages import refuse, text_of
+from .restore.dry_run import Batches, CountSteps, DryRun
 from .step.loader import samples_of, sizes_of
 from .step.plan import round_up
 from .tell.refuse import check_search
@@ -55,17 +55,13 @@ def accum_find(self:Learner,
     check_count('steps', steps, 'step')
     if accum_bs is not None: check_count('accum_bs', accum_bs)
     _check_lr(lr)
-    check_search(self, 'accum_find', "each would find a size of its own. Run it in a single process; "
-        "the size counts samples over all processes, so it holds for several, too", 'train on')
+    check_search(self, 'accum_find', text_of('would-find-others'), 'train on')
     with self.added_cbs(cbs):
         acc = our_callback(self, 'GradientAccumulation')
         sizes = sizes_of(self.dls.train, acc and acc.micro_batch_size)
         size = _measured_size(acc, accum_bs, self.dls, sizes)
         readings = _measure(self, acc, size, sizes.bs, steps, lr)
-    if not readings:
-        raise RuntimeError("no step could be measured, so no size can be suggested. If there is a "
-            "warning above, it says why. If not, the gradients of every step are NaN or infinite, or "
-            "the loss ignores all targets: look at the loss of one batch" + more_link('cannot-measure'))
+    if not readings: raise refuse('cannot-measure')
     res = FoundAccum(readings, sizes.micro_bs, sizes.n)
     if show_plot: res.plot()
     return res
@@ -77,16 +73,13 @@ def _check_lr(lr):
     elif isinstance(lr, (list,tuple,L)): rates = lr
     else: rates = [lr]
     if all(o is None or isinstance(o, Real) and isfinite(o) for o in rates): return
-    raise ValueError(f"`lr` must be a finite number, or a slice or list of finite numbers, got {lr!r} "
-        f"({type(lr).__name__}): pass for example `lr=3e-3`, or leave `lr` out"
-        + more_link('learning-rate'))
+    raise refuse('learning-rate', lr)
 
 def _measured_size(acc, accum_bs, dls, sizes):
     "Return the samples in a measured step, in whole micro-batches; reject more than an epoch"
     micro_bs = sizes.micro_bs
     if accum_bs is not None and accum_bs>sizes.n:
-        raise ValueError(f"`accum_bs={accum_bs}` is more than the {sizes.n} samples that the training "
-            f"loader has in an epoch: pass at most {sizes.n}" + more_link('samples-to-check'))
+        raise refuse('samples-to-check', accum_bs, sizes.n)
     if accum_bs is not None: size = max(accum_bs, 2*micro_bs)
     else:
         usual = 8*micro_bs if acc is None else acc.plan(dls).accum_bs_at(0)
@@ -115,9 +108,7 @@ def _measure(learn, acc, size, bs, n_steps, lr):
         cbs = [GradientAccumulation(size, drop_last=False, **settings),noise,count]
         run.fit(Batches(run.dl, full_batches, bs, n_batches*bs), cbs, lr=lr)
     if count.n_steps>=n_steps: return noise.readings
-    raise RuntimeError(f"only {count.n_steps} of {n_steps} steps were taken. If no batch has {bs} "
-        f"samples, create the DataLoaders with a smaller `bs`. {no_step_remedy}"
-        + more_link('no-step-in-a-trial'))
+    raise refuse('no-step-in-a-trial/accum-find', count, n_steps, bs)
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:

@@ -19,7 +19,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from torch import nn
 from .base.arguments import check_bool, check_count, check_function, suggest_arguments
-from .base.messages import more_link
+from .base.messages import refuse
 from .restore.state import QuietCallback
 from .step.loader import OneBatchLoader, Step, drops_last, sizes_of
 from .step.loop import CurrentStep, StepLoop
@@ -144,9 +144,7 @@ def _given_size(self:GradientAccumulation, accum_bs, n_acc, n_batches):
     has_two_units = 'n_batches' in given and len(given)>1
     if has_two_units or len({*given.values()})>1:
         sizes = ' and '.join(f'`{k}={o}`' for k,o in given.items())
-        raise ValueError(f"the size of a step is given more than once, by {sizes}: pass one of them. "
-            "`accum_bs` and fastai's `n_acc` count samples, and `n_batches` counts micro-batches"
-            + more_link('two-sizes'))
+        raise refuse('two-sizes', sizes)
     return next(iter(given.items()), ('accum_bs',32))
 
 @patch
@@ -154,10 +152,7 @@ def _check_log_accum_batch(self:GradientAccumulation, o):
     "Reject a micro-batch size passed as the second argument, which is `log_accum_batch`"
     is_number = isinstance(o, int) and not isinstance(o, bool)
     is_size = o=='auto' or is_number and o>1
-    if is_size:
-        raise TypeError(f"`log_accum_batch` must be True or False, got {o!r} ({type(o).__name__}). "
-            f"To set the size of micro-batches, pass it by name: `micro_batch_size={o!r}`"
-            + more_link('true-or-false'))
+    if is_size: raise refuse('true-or-false/micro-batch-size', o)
     return check_bool('log_accum_batch', o)
 
 # %% ../nbs/00_accumulation.ipynb #size-words
@@ -203,9 +198,7 @@ def before_train(self:GradientAccumulation):
     was_added_in_fit = self.loop is None or self.loop.learn is not learn
     if was_added_in_fit: self.before_fit()
     if not len(learn.dl) and self.loop.processes.n==1:
-        return self.loop.watch.warn_once('no-batch', "the training loader has no batches, so nothing is "
-            "trained. If its dataset has samples, they do not fill one batch: make the loader with a "
-            "smaller `bs`, or with `drop_last=False`")
+        return self.loop.watch.warn_once('no-batch')
     check_wrapped(learn.model)   # the model may have been wrapped since the fit began
     plan = self._plan_fit(learn.dl)
     self._announce()
@@ -242,11 +235,7 @@ def before_backward(self:GradientAccumulation):
     RuntimeError: the batch does not come from the loader of steps
     """
     if 'one_batch' not in vars(self.learn):
-        raise RuntimeError("the batches of this epoch do not come from the loader of "
-            "`GradientAccumulation`, so it cannot accumulate gradients. If you add the callback or "
-            "switch it on during a fit, do so in `before_epoch`. If a callback sets `learn.dl` in "
-            f"`before_train`, give it an `order` below {self.order}; if your Learner has its own "
-            "`_do_epoch_train`, let it iterate over `self.dl`" + more_link('not-the-loader-of-steps'))
+        raise refuse('not-the-loader-of-steps', self.order)
     loop = self.loop
     loop.share_loss(loop.mean.measure(self.learn, loop.micro.n))
 
@@ -298,8 +287,7 @@ def plan(self:GradientAccumulation,
     if isinstance(dls, Learner): dls = dls.dls
     dl = dls.train if isinstance(dls, DataLoaders) else dls
     if not (hasattr(dl, '__iter__') and hasattr(dl, '__len__')):
-        raise TypeError("`plan` needs a Learner, its DataLoaders or a training loader that has a "
-            f"`__len__`, got {dls!r}: for 5 epochs, write `plan(learn, 5)`" + more_link('plan-of-what'))
+        raise refuse('plan-of-what', dls)
     return self._plan(dl, n_epoch, Processes(nn.Identity()), [])
 
 @patch(as_prop=True)

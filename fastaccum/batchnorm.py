@@ -19,7 +19,7 @@ from torch import distributed as dist, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from .base.arguments import check_count, check_function, our_callback
-from .base.messages import more_link, warn
+from .base.messages import refuse, text_of, warn
 from .restore.dry_run import Snapshot, loader_state
 from .restore.state import (PatchingCallback, QuietCallback, devices_of, rng_state,
     set_rng_state, uninterrupted)
@@ -47,8 +47,7 @@ def recalibrate_bn(self:Learner,
     """
     recalibration = _Recalibration(self, bs, n)
     if not recalibration.layers:
-        raise ValueError(f"{recalibration.reason}, so `recalibrate_bn` has nothing to do: leave out "
-            "the call" + more_link('no-batchnorm'))
+        raise refuse('no-batchnorm', recalibration.reason)
     recalibration.estimate()
 
 # %% ../nbs/05_batchnorm.ipynb #recalibrate-cb
@@ -82,8 +81,7 @@ class RecalibrateBN(QuietCallback):
     def before_fit(self):
         recalibration = self._recalibration()
         if recalibration is None or recalibration.layers: return
-        warn(f"{recalibration.reason}, so `RecalibrateBN` has nothing to do: leave the callback out"
-            + more_link('no-batchnorm'))
+        warn('no-batchnorm/callback', recalibration.reason)
 
     def before_validate(self):
         recalibration = self._recalibration()
@@ -110,9 +108,7 @@ class FreezeBN(PatchingCallback):
         part:Callable|None=None
     ):
         if isinstance(part, nn.Module):
-            raise TypeError("`part` must be a function that returns the part whose BatchNorm to freeze, "
-                f"not the part itself ({type(part).__name__}): write for example "
-                "`FreezeBN(lambda m: m[0])`" + more_link('function-argument'))
+            raise refuse('function-argument/part', part)
         self.part = check_function('part', part, 1, 'lambda m: m[0]')
         self.frozen = []   # the layers that are frozen now; empty before and after a fit
 
@@ -122,10 +118,8 @@ class FreezeBN(PatchingCallback):
         is_one = isinstance(parts, nn.Module) or not isinstance(parts, Iterable)
         parts = [parts] if is_one else list(parts)
         for part in parts:
-            if isinstance(part, nn.Module): continue
-            raise TypeError("`part` must return a module of the model or a list of modules, as `lambda "
-                "m: m[0]` does, but what it returned is or contains an object of type "
-                f"{type(part).__name__}" + more_link('function-argument'))
+            if not isinstance(part, nn.Module):
+                raise refuse('function-argument/result', part)
         return [layer for part in parts for layer in bn_layers(part)]
 
 # %% ../nbs/05_batchnorm.ipynb #freeze-fit
@@ -136,14 +130,9 @@ def before_fit(self:FreezeBN):
     layers = self.layers_of(get_model(self.learn.model))
     if not layers:
         where = 'this model' if self.part is None else 'what `part` returns'
-        warn(f"no BatchNorm layer with running statistics was found in {where}, so `FreezeBN` has "
-            "nothing to do: leave it out, or choose another part" + more_link('no-batchnorm'))
+        warn('no-batchnorm/freeze', where)
     n_fresh = sum(not m.running_mean.any() and bool((m.running_var==1).all()) for m in layers)
-    if n_fresh:
-        warn(f"of the {len(layers)} BatchNorm layers that `FreezeBN` freezes, {n_fresh} saw no data "
-            "before, and freezing those switches their normalization off. Freeze only pretrained "
-            "layers, such as those of the body: `FreezeBN(lambda m: m[0])`. If the model is not "
-            "pretrained, leave `FreezeBN` out" + more_link('fresh-batchnorm'))
+    if n_fresh: warn('fresh-batchnorm', n_fresh, n=len(layers))
 
 @patch
 def before_train(self:FreezeBN):
@@ -179,8 +168,7 @@ def _batch_size(learn, bs):
     loader_bs = size_of(dl)
     if not resizable(dl):
         if bs is None or bs==loader_bs: return None
-        raise ValueError(f"the training {type(dl).__name__} yields ready-made batches, whose size "
-            f"cannot be changed to {bs}: leave `bs` out" + more_link('ready-made-batches'))
+        raise refuse('ready-made-batches/recalibration', dl, bs)
     acc = our_callback(learn, 'GradientAccumulation')
     if bs is None: bs = max(loader_bs, 64 if acc is None else acc.current_bs or acc.accum_bs)
     return min(bs, n_of(dl) or bs)
@@ -204,9 +192,8 @@ class _Recalibration:
     @property
     def reason(self):
         "Why there is no layer to re-estimate, in words"
-        if bn_layers(self.model):
-            return "all BatchNorm layers are frozen"
-        return f"this model ({type(self.model).__name__}) has no BatchNorm layer with running statistics"
+        if bn_layers(self.model): return text_of('all-frozen')
+        return text_of('without-batchnorm', self.model)
 
     def _refuse_sync(self):
         """Reject a model whose forward pass exchanges data between processes
@@ -216,10 +203,7 @@ class _Recalibration:
         """
         check_not_sharded(self.model)
         if any(isinstance(m, nn.SyncBatchNorm) for m in self.layers):
-            raise RuntimeError("SyncBatchNorm cannot be recalibrated on several processes, because it "
-                "waits forever if they have different numbers of batches. After training, call "
-                "`torch.distributed.destroy_process_group()`, and then `learn.recalibrate_bn()`"
-                + more_link('sync-batchnorm'))
+            raise refuse('sync-batchnorm')
 
 # %% ../nbs/05_batchnorm.ipynb #pass
 def _first_batches(dl, bs, n):
@@ -236,9 +220,7 @@ def _first_batches(dl, bs, n):
         if seen and bs is not None and size<bs: continue
         seen += size
         yield b
-    if not seen:
-        raise ValueError("the training loader has no batch, so statistics cannot be estimated: give the "
-            "Learner DataLoaders with training samples, `learn.dls = dls`" + more_link('no-batch'))
+    if not seen: raise refuse('no-batch/recalibration')
 
 # %% ../nbs/05_batchnorm.ipynb #pass-run
 @patch
@@ -300,11 +282,7 @@ def estimate(self:_Recalibration):
     except BaseException as e:
         uninterrupted(stats.put_back)
         if not is_out_of_memory(e): raise
-        size = 'the loader'
-        remedy = 'create the DataLoaders with smaller batches'
-        if self.bs is not None:
-            size = f'{self.bs} samples'
-            remedy = f'pass a smaller `bs`, such as `bs={max(1, self.bs//2)}`'
-        raise torch.OutOfMemoryError(f"memory ran out in recalibration, with a batch of {size}: "
-            f"{remedy}. The error was: {e}" + more_link('out-of-memory')) from e
+        if self.bs is None:
+            raise refuse('out-of-memory/ready-made-batch', e) from e
+        raise refuse('out-of-memory/recalibration', self.bs, e, half=max(1, self.bs//2)) from e
     finally: uninterrupted(rest.put_back)

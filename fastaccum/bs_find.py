@@ -18,11 +18,10 @@ from matplotlib import pyplot as plt
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from .base.arguments import check_bool, check_count, check_name
-from .base.messages import more_link
-from .restore.dry_run import Batches, CountSteps, DryRun, no_step_remedy, training_device
+from .base.messages import refuse
+from .restore.dry_run import Batches, CountSteps, DryRun, training_device
 from .step.loader import batches_of, n_of, resizable, size_of, with_size
 from .step.memory import free_memory, is_out_of_memory, watch_peak
-from .step.plan import count_of
 from .step.processes import check_not_sharded, check_same, gather, world_size
 
 
@@ -134,8 +133,7 @@ def _train(run, size, n):
     # 20 spare batches, because a GradScaler skips the first steps, whose gradients overflow
     run.fit(Batches(run.dl, batches*(n+20), size), [steps])
     if steps.n_batches<n or not steps.n_steps:
-        raise RuntimeError(f"with batches of {size} samples, a trial took only {steps.n_steps} of {n} "
-            f"steps. {no_step_remedy}" + more_link('no-step-in-a-trial'))
+        raise refuse('no-step-in-a-trial', size, steps.n_steps, n)
     return size*(steps.n_batches-1)/max(steps.secs, 1e-9)
 
 # %% ../nbs/06_bs_find.ipynb #try
@@ -172,11 +170,7 @@ def _check_before_search(learn, n, must_match):
     for m in model.modules():
         if isinstance(m, nn.SyncBatchNorm): part = 'SyncBatchNorm'
         if isinstance(m, DistributedDataParallel): part = 'part of the model in DistributedDataParallel'
-    if part:
-        raise RuntimeError(f"`bs_find` cannot search on several processes with {part}: each forward "
-            "pass exchanges data, so all would wait forever for a process that runs out of memory. Call "
-            "`learn.bs_find()` before the first fit, and before you wrap or convert the model yourself. "
-            "Then train with half of what it finds" + more_link('exchanges-in-the-forward-pass'))
+    if part: raise refuse('exchanges-in-the-forward-pass', part)
     numbers = [-1 if n is None else n, *map(int, must_match.values())]
     by_process = gather(numbers, training_device(learn))
     check_same({f'`{k}`':o for k,o in must_match.items()}, [o[1:] for o in by_process])
@@ -197,8 +191,7 @@ def _compare_processes(trial, error, device):
         trial.ok = False
         trial.error = f'memory ran out on process {outcomes.index(1)}'
     if 2 not in outcomes or error: return error
-    return RuntimeError(f"the search failed on process {outcomes.index(2)}, so it stopped on all "
-        "processes: read the error of that process" + more_link('search-failed-on-another-process'))
+    return refuse('search-failed-on-another-process', process=outcomes.index(2))
 
 # %% ../nbs/06_bs_find.ipynb #result
 def _mebibytes(n): return None if n is None else n/2**20
@@ -228,10 +221,9 @@ def _result(good, bad, n, trials):
     """
     if not good:
         least = min(o.size for o in trials)
-        remedy = 'use `ActivationCheckpoint()`, `learn.to_fp16()` or smaller inputs'
-        if least>1: remedy = f'begin with a smaller batch, `learn.bs_find(init_val={least//2})`'
-        raise torch.OutOfMemoryError(f"no batch fits, not even a batch of {count_of(least, 'sample')}: "
-            f"{remedy}. The last error was: {trials[-1].error}" + more_link('out-of-memory'))
+        error = trials[-1].error
+        if least==1: raise refuse('out-of-memory/one-sample', error)
+        raise refuse('out-of-memory/first-trial', least, error, half=least//2)
     if bad: reason = f'{bad} do not'
     else: reason = 'and the loader has no more' if good==n else '`max_trials` was reached'
     if world_size()>1: reason += f' (on each of {world_size()} processes)'

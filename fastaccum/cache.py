@@ -14,7 +14,7 @@ from fastai.learner import Learner, Recorder
 from fastcore.basics import patch
 from torch.nn.parallel import DataParallel
 from .base.arguments import by_name, our_callback
-from .base.messages import BatchNormWarning, WarnOnce, more_link
+from .base.messages import WarnOnce, refuse
 from .restore.state import Patch, PatchingCallback, uninterrupted
 from .step.batch import n_samples, split
 from .step.loader import size_of
@@ -78,26 +78,17 @@ def check_cached(learn:Learner, limit:MicroBatchLimit):
     """
     check_single(learn, GradientCache)
     if any(isinstance(m, DataParallel) for m in learn.model.modules()):
-        raise ValueError("`GradientCache` does not work with DataParallel, because dropout on all "
-            "devices but the first would differ between its two forward passes. Use one process for "
-            "each GPU instead: put the fit in `with learn.distrib_ctx():`, and start the script with "
-            "`accelerate launch`" + more_link('data-parallel'))
+        raise refuse('data-parallel')
     check_not_sharded(learn.model)
     check_wrapped(learn.model)
     check_learner(learn)
     acc = our_callback(learn, 'GradientAccumulation')
     bs = size_of(learn.dls.train)
     if acc is not None and acc.limit is not None and acc.limit.may_split(bs or 0):
-        raise ValueError("GradientAccumulation would split batches by "
-            f"`micro_batch_size={acc.limit!r}` before the loss, which has to see "
-            "whole batches: pass the size to `GradientCache` only"
-            + more_link('split-before-the-loss'))
+        raise refuse('split-before-the-loss', acc.limit)
     has_sync = any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules())
     if has_sync and not limit.is_even and world_size()>1:
-        raise ValueError(f"`micro_batch_size={limit!r}` does not work with SyncBatchNorm on several "
-            f"processes: {limit.why_uneven}, and its SyncBatchNorm would wait for the others forever. "
-            "Pass a number that fits on every process, such as `GradientCache(micro_batch_size=8)`"
-            + more_link('exchanges-in-the-forward-pass'))
+        raise refuse('exchanges-in-the-forward-pass/cache', limit)
 
 # %% ../nbs/03_cache.ipynb #begin
 @patch
@@ -105,9 +96,7 @@ def _warn_nothing_split(self:GradientCache):
     "Warn if `micro_batch_size` exceeds the batch size, because the user may have wanted larger batches"
     bs,size = size_of(self.learn.dls.train),self.limit.fixed_size
     if bs is None or size is None or size<=bs: return
-    self.warn_once('micro-batch-size', f"`micro_batch_size={size}` is larger than the {bs} samples in a "
-        f"batch of the training {type(self.learn.dls.train).__name__}, so nothing is split, and the "
-        f"loss sees {bs} samples. If it should see more, create the DataLoaders with a larger `bs`")
+    self.warn_once('micro-batch-size/cache', size, bs, dl=self.learn.dls.train)
 
 @patch
 def before_fit(self:GradientCache):
@@ -173,10 +162,7 @@ def _check_kept(call, loss_grad):
     """
     outs = [o.grad_fn for o in call.last_outs or () if isinstance(o, torch.Tensor)]
     if not graph_nodes([loss_grad.grad_fn]) & graph_nodes(outs): return
-    raise RuntimeError("the loss uses activations that the model or a hook has stored, and with "
-        "`GradientCache` only those of the last micro-batch are left. Use `ActivationCheckpoint()` "
-        "instead, or let the model return these activations together with its predictions"
-        + more_link('kept-activations'))
+    raise refuse('kept-activations')
 
 @patch
 def _warn_differences(self:GradientCache, args):
@@ -185,8 +171,5 @@ def _warn_differences(self:GradientCache, args):
     loop = getattr(getattr(learn, 'gradient_accumulation', None), 'loop', None)
     # GradientAccumulation warns of BatchNorm as well: a common `WarnOnce` gives a single warning
     warn_once = self.warn_once if loop is None else loop.watch.warn_once
-    if bns:
-        warn_once('batchnorm', f"{type(bns[0]).__name__} normalizes with the samples of a micro-batch, "
-            "so the result differs from that of the whole batch. Use `ActivationCheckpoint()` instead "
-            "of `GradientCache`: the model then sees the whole batch", BatchNormWarning)
+    if bns: warn_once('batchnorm/cache', layer=bns[0])
     warn_chunks(learn.model, args, warn_once)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from .base.arguments import check_function
-from .base.messages import more_link, warn
+from .base.messages import refuse, warn
 from .restore.state import ForwardState, Patch, PatchingCallback, devices_of, uninterrupted
 from .step.gradients import is_compiled
 from .step.processes import check_not_sharded
@@ -76,9 +76,7 @@ def check_segments(segments:object)->object:
         return check_function('segments', segments, 1, example)
     item_type = {tuple:type, list:nn.Module}.get(type(segments))
     if item_type and segments and all(isinstance(o, item_type) for o in segments): return segments
-    raise TypeError(f"`segments` got a {type(segments).__name__}, which it cannot use: pass a class or "
-        "a tuple of classes, such as `segments=nn.TransformerEncoderLayer`, a list of modules that is "
-        "not empty, or a function of a module" + more_link('segments'))
+    raise refuse('segments', segments)
 
 # %% ../nbs/04_checkpoint.ipynb #unwrapped
 def unwrapped(model:nn.Module)->nn.Module:
@@ -89,17 +87,9 @@ def unwrapped(model:nn.Module)->nn.Module:
     check_not_sharded(model)
     if isinstance(model, DistributedDataParallel): model = model.module
     for m in model.modules():
-        if isinstance(m, DataParallel):
-            raise ValueError("`ActivationCheckpoint` does not work with DataParallel, because all "
-                "segments would run on the first device. Use one process for each GPU instead: put the "
-                "fit in `with learn.distrib_ctx():`, and start the script with `accelerate launch`"
-                + more_link('data-parallel'))
+        if isinstance(m, DataParallel): raise refuse('data-parallel/checkpoint')
         if is_compiled(m):
-            name = type(getattr(m, '_orig_mod', m)).__name__
-            raise ValueError(f"{name} is compiled, and the compiler decides which activations are "
-                "computed again, so `ActivationCheckpoint` cannot. Do not compile it; or leave the "
-                "callback out, and set `torch._functorch.config.activation_memory_budget = 0.5` before "
-                "the first fit" + more_link('compiled-model'))
+            raise refuse('compiled-model', module=getattr(m, '_orig_mod', m))
     return model
 
 # %% ../nbs/04_checkpoint.ipynb #inputs
@@ -194,11 +184,7 @@ def _check_unchanged(self:_Recomputed, versions):
     RuntimeError: a tensor was changed in place
     """
     if all(o._version==v for o,v in versions): return
-    raise RuntimeError(f"an input or a parameter of segment {self.segment.name!r} was changed in "
-        "place, so the segment cannot be computed again. In this segment and wherever its input is "
-        "used, set `inplace=False` and write `x = x+y` instead of `x += y`, or pass `segments=` without "
-        "this segment. If your own optimizer changed a parameter, let it step after the backward pass"
-        + more_link('changed-in-place'))
+    raise refuse('changed-in-place/segment', self.segment.name)
 
 # %% ../nbs/04_checkpoint.ipynb #chain
 class _Chain:
@@ -262,6 +248,4 @@ def after_fit(self:ActivationCheckpoint):
     # if the callback chose the segments itself, warn only if none of them ran.
     is_harmless = self.given is None and len(idle)<n
     if not idle or is_harmless or not self.learn.train_iter: return
-    warn(f"segments that did not run with gradients in this fit save no memory: {len(idle)} of {n}, "
-        f"such as {idle[0]!r}. As `segments=`, pass modules whose `forward` the model calls outside of "
-        "`torch.no_grad()`" + more_link('idle-segments'))
+    warn('idle-segments', n, n_idle=len(idle), name=idle[0])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 from .base.arguments import check_count, our_callback
-from .base.messages import WarnOnce, more_link
+from .base.messages import WarnOnce, refuse
 from .restore.state import PatchingCallback
 from .step.gradients import params_of
 from .tell.refuse import check_single
@@ -159,11 +159,7 @@ def before_fit(self:NoiseScale):
     learn = self.learn
     check_single(learn, NoiseScale)
     self.acc = our_callback(learn, 'GradientAccumulation')
-    if self.acc is None:
-        raise ValueError("NoiseScale compares the micro-batches of a step, and fastaccum does not "
-            "accumulate gradients in this fit: add `fastaccum.GradientAccumulation(accum_bs)` to its "
-            "callbacks, and leave out fastai's class of the same name"
-            + more_link('nothing-accumulates'))
+    if self.acc is None: raise refuse('nothing-accumulates')
     self.undo_patches()
     self.readings = []
     self.warn_once = WarnOnce()
@@ -201,7 +197,7 @@ def _note_norm(self:NoiseScale, micro, param_id, g):
     is_of_other_callback = micro.has_run
     if is_of_other_callback: return
     if param_id in self.norms:
-        self._warn('a gradient came in parts, as through GradientCache or reentrant checkpoints')
+        self.warn_once('cannot-measure/in-parts')
         # mark the step as not measurable: `_read` leaves out a step in which a norm is NaN
         self.norms[param_id] = self.norms[param_id]*float('nan')
     else: self.norms[param_id] = _norm(g)
@@ -244,12 +240,6 @@ def _params(self:NoiseScale):
     "List the parameters that the optimizer trains"
     return [p for p in params_of(self.learn.opt) if p.requires_grad]
 
-@patch
-def _warn(self:NoiseScale, reason):
-    "Warn once per fit that a step cannot be measured"
-    msg = f"NoiseScale cannot measure this step, and perhaps other steps: {reason}"
-    self.warn_once('cannot-measure', msg)
-
 # %% ../nbs/07_noise_scale.ipynb #measure
 @patch
 def before_step(self:NoiseScale):
@@ -282,10 +272,8 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     if not np.isfinite([squares,mean_sq]).all(): return
     self.steps_until_measured = self.every   # `after_step` subtracts 1 per step, also for this step
     if round(n)<mean.samples:
-        return self._warn("the loss of a micro-batch needs no gradient, or NoiseScale was added in the "
-            "middle of the step")
-    if k==1:
-        return self._warn("the step has one micro-batch, so nothing can be compared. Raise `accum_bs`")
+        return self.warn_once('cannot-measure/no-gradient')
+    if k==1: return self.warn_once('cannot-measure/one-micro-batch')
     if k==0: return   # no micro-batch was measured, because the loss ignores all targets of the step
     # if the loss is a sum over items, `mean_sq` is the squared norm of the sum of the items' gradients:
     # divide to get the squared norm of the mean of these gradients
@@ -295,9 +283,7 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     # tenth of `squares`, even in bfloat16. If it is more negative, a callback has changed the gradient.
     was_gradient_changed = trace*(k-1)<-.1*squares
     if was_gradient_changed:
-        return self._warn("the step's gradient is longer than its micro-batches' gradients add up to, "
-            "so a callback has changed the gradient. Change it in `before_step` instead, with an "
-            f"`order` above {self.order}")
+        return self.warn_once('cannot-measure/changed', self.order)
     if self.averages is None: self.averages = Averages(self.half_life or 20*self.every*mean.samples)
     averages = self.averages.add(trace, grad_sq, self.samples_since_reading)
     self.samples_since_reading = 0

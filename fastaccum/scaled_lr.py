@@ -13,7 +13,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 from fastcore.foundation import L
 from .base.arguments import by_name, check_count, check_name, our_callback
-from .base.messages import more_link
+from .base.messages import refuse
 from .restore.state import PatchingCallback
 from .step.loader import sizes_of
 from .step.processes import Processes
@@ -47,9 +47,7 @@ class ScaledLR(PatchingCallback):
         rule:str|None=None
     ):
         self.base_bs = check_count('base_bs', base_bs)
-        if rule=='adascale':
-            raise ValueError("`rule='adascale'` was removed from fastaccum: pass 'linear', the usual "
-                "rule for SGD, or 'sqrt', the usual rule for Adam" + more_link('unknown-name'))
+        if rule=='adascale': raise refuse('unknown-name/adascale')
         if rule is not None: check_name('rule', rule, ('linear','sqrt'))
         self.rule = rule
 

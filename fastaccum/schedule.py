@@ -21,7 +21,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
 from .base.arguments import check_count, check_name
-from .base.messages import more_link, warn
+from .base.messages import refuse, warn
 from .step.loader import Step
 from .step.plan import count_of, round_up
 from .step.split import MicroBatchLimit
@@ -35,11 +35,8 @@ def check_moment(name:str, o:int|float)->int|float:
     ValueError: the value is negative, infinite or NaN
     """
     if isinstance(o, bool) or not isinstance(o, Real):
-        raise TypeError(f"`{name}` must be a fraction of training (a float) or an epoch (an int), got "
-            f"{o!r} ({type(o).__name__})" + more_link('start-and-finish'))
-    if not 0<=o<=2**53:
-        raise ValueError(f"`{name}={o}` is negative or not finite: pass a fraction of training from 0. "
-            "to 1. (a float), or an epoch (an int)" + more_link('start-and-finish'))
+        raise refuse('start-and-finish', name, o)
+    if not 0<=o<=2**53: raise refuse('start-and-finish/not-finite', name, o)
     return o
 
 def fraction(o:int|float, n_epoch:int)->float:
@@ -54,9 +51,7 @@ def fractions(start:int|float, finish:int|float, n_epoch:int)->tuple[float,float
     begin = fraction(start, n_epoch)
     end = fraction(finish, n_epoch)
     if begin<=end: return begin,end
-    raise ValueError(f"`start={start}` is later than `finish={finish}`: pass a `finish` at or after "
-        "`start`. A float is a fraction of training, and an int an epoch, so the end of training is "
-        "`finish=1.` and not `finish=1`" + more_link('start-and-finish'))
+    raise refuse('start-and-finish/order', start, finish)
 
 # %% ../nbs/01_schedule.ipynb #annealer
 def as_annealer(schedule:Callable, start:int, end:int)->Callable:
@@ -67,8 +62,6 @@ def as_annealer(schedule:Callable, start:int, end:int)->Callable:
 
     TypeError: `schedule` cannot be called with two numbers, or does not return a function
     """
-    hint = ("pass an annealer, such as `schedule=SchedCos`, or a function from progress (0 to 1) to "
-        f"samples, such as `lambda p: {start}+{end-start}*p`")
     try:
         # `inspect.signature` raises a ValueError for some functions written in C. For these, the call of
         # `schedule` below shows whether they take two arguments.
@@ -78,11 +71,9 @@ def as_annealer(schedule:Callable, start:int, end:int)->Callable:
             if sum(p.default is p.empty for p in positional)==1: return schedule
         f = schedule(start, end)
     except TypeError as e:
-        raise TypeError(f"`schedule={schedule!r}` cannot be called with {start} and {end} ({e}): {hint}"
-            + more_link('schedule-function')) from None
+        raise refuse('schedule-function', schedule, start, end, e, diff=end-start) from None
     if not callable(f):
-        raise TypeError(f"`schedule({start}, {end})` returned {f!r}, which is not a function: {hint}"
-            + more_link('schedule-function'))
+        raise refuse('schedule-function/result', start, end, f, diff=end-start)
     return f
 
 # %% ../nbs/01_schedule.ipynb #value
@@ -93,16 +84,10 @@ def check_value(schedule:Callable, pos:float)->float:
         2**53
     """
     try: size = schedule(pos)
-    except Exception as e:
-        raise ValueError(f"`schedule` raised {type(e).__name__} ({e}) at progress {pos:.3g}, where 0 is "
-            "`start` and 1 is `finish`: let it return a number of samples at every progress from 0 to 1"
-            + more_link('schedule-function')) from e
+    except Exception as e: raise refuse('schedule-function/error', e, pos) from e
     try: n = float(size)
     except (TypeError,ValueError,OverflowError): n = float('nan')
-    if not 0<n<=2**53:
-        raise ValueError(f"`schedule` returned {size!r} at progress {pos:.3g}, where 0 is `start` and 1 "
-            "is `finish`: let it return a finite number of samples above 0"
-            + more_link('schedule-function'))
+    if not 0<n<=2**53: raise refuse('schedule-function/value', size, pos)
     return n
 
 # %% ../nbs/01_schedule.ipynb #scheduling
@@ -114,20 +99,14 @@ def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
     ValueError: a number of micro-batches is below 1
     """
     if not isinstance(scheduling, dict) or not scheduling:
-        raise TypeError("`scheduling` must be a dict from epochs or steps to micro-batches per step, "
-            f"such as {{0:2, 4:8}}, got {scheduling!r} ({type(scheduling).__name__})"
-            + more_link('scheduling-dict'))
+        raise refuse('scheduling-dict', scheduling)
     for o in (*scheduling,*scheduling.values()):
         if isinstance(o, bool) or not isinstance(o, Integral):
-            raise TypeError(f"{o!r} in `scheduling={scheduling}` is of type {type(o).__name__}: use "
-                "ints for all keys and values" + more_link('scheduling-dict'))
+            raise refuse('scheduling-dict/type', o, scheduling)
     for threshold,n in scheduling.items():
         if threshold<0:
-            raise IndexError(f"the key {threshold} in `scheduling={scheduling}` is negative: "
-                "count epochs or steps from 0" + more_link('scheduling-dict'))
-        if n<1:
-            raise ValueError(f"the value {n} in `scheduling={scheduling}` is below 1: pass at least 1 "
-                "micro-batch per step" + more_link('scheduling-dict'))
+            raise refuse('scheduling-dict/key', threshold, scheduling)
+        if n<1: raise refuse('scheduling-dict/value', n, scheduling)
     return {int(k):int(n) for k,n in sorted(scheduling.items())}
 
 # %% ../nbs/01_schedule.ipynb #base
@@ -153,9 +132,7 @@ class _Scheduled(GradientAccumulation):
         return self._accum_bs
     @accum_bs.setter
     def accum_bs(self, n):
-        raise AttributeError(f"`accum_bs={n!r}` cannot be set, because {type(self).__name__} computes "
-            "the size of each step from its schedule. Create a new callback with another schedule, or "
-            f"use `GradientAccumulation({n!r})`" + more_link('set-by-the-schedule'))
+        raise refuse('set-by-the-schedule', n, self)
     n_acc = accum_bs
 
 # %% ../nbs/01_schedule.ipynb #schedule
@@ -228,10 +205,7 @@ def before_fit(self:GradientAccumulationSchedule):
     if self.validates or self.loop.plan is None or self.loop.finder is not None: return
     if fraction(self.finish, n_epoch)<=1: return
     reached = self.loop.plan.accum_bs_at(n_epoch)
-    warn(f"`finish={self.finish}` is after the end of this fit (epochs: {n_epoch}), so the schedule is "
-        f"cut short, at {reached} samples per step (`final_accum_bs={self.final_accum_bs}`). To reach "
-        "its end, pass `finish=1.`: a float is a fraction of training, an int an epoch"
-        + more_link('schedule-cut-short'))
+    warn('schedule-cut-short', self.finish, n_epoch, reached, self.final_accum_bs)
 
 # %% ../nbs/01_schedule.ipynb #scheduler
 class GradientAccumulationScheduler(_Scheduled):

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from .base.arguments import check_count, check_function, check_name
-from .base.messages import AccumulationWarning, WarnOnce, more_link
+from .base.messages import WarnOnce, refuse
 from .restore.state import ForwardState
 from .step.batch import container_like, has_rows, is_mapping, leaves, pick
 from .step.split import Division, MicroBatchLimit, is_close
@@ -50,10 +50,7 @@ def _mask_of_lengths(lengths, padded, n, padding_side):
     except (TypeError,ValueError,RuntimeError): lengths = None
     has_number_per_row = lengths is not None and lengths.shape==(n,) and not lengths.is_complex()
     is_valid = has_number_per_row and bool(((lengths>=0) & (lengths<=width)).all())
-    if not is_valid:
-        raise ValueError(f"`length` of TokenBudget returned {got} for a batch of {n} rows, padded to "
-            f"{width} tokens: return the number of tokens in each row, from 0 to {width}"
-            + more_link('no-lengths'))
+    if not is_valid: raise refuse('no-lengths/length', got, n, width)
     columns = torch.arange(width, device=padded.device)
     if padding_side=='left': return columns>=width-lengths[:,None]
     return columns<lengths[:,None]
@@ -188,9 +185,7 @@ class TokenBudget(MicroBatchLimit):
         super().__init__()
         self.max_tokens = check_count('max_tokens', max_tokens, 'token')
         if pad_id is not None and (isinstance(pad_id, bool) or not isinstance(pad_id, Integral)):
-            raise TypeError("`pad_id` must be the id of the padding token (an int), such as "
-                f"`tokenizer.pad_token_id`, got {pad_id!r} ({type(pad_id).__name__})"
-                + more_link('no-lengths'))
+            raise refuse('no-lengths/pad-id', pad_id)
         self.pad_id = pad_id
         self.length = check_function('length', length, 1, 'lambda batch: batch[1]')
         check_name('padding_side', padding_side, ('right','left'))
@@ -217,15 +212,7 @@ def _mask(self:TokenBudget, xb, yb, n):
     if has_rows(mask, n) and mask.ndim==2: return mask!=0
     ids = [o for o in tensors if o.ndim==2 and not o.is_floating_point() and o.dtype!=torch.bool]
     if self.pad_id is not None and ids: return ids[0]!=self.pad_id
-    if not ids:
-        raise ValueError(f"{self!r} needs integer token ids or an `attention_mask`, and this batch has "
-            "neither. For images, pass a number, such as `micro_batch_size=8`. For padded features, "
-            "pass `length=`, a function that returns the number of tokens in each row, such as "
-            "`lambda batch: batch[1]`" + more_link('no-lengths'))
-    raise ValueError(f"{self!r} cannot tell how long the rows of a batch are, because its first input "
-        "has no `attention_mask`. Pass the id of the padding token, which is `pad_id=1` for fastai's "
-        "texts and `pad_id=tokenizer.pad_token_id` for Hugging Face's, or `length=`, a function that "
-        "returns the number of tokens in each row" + more_link('no-lengths'))
+    raise refuse('no-lengths' if ids else 'no-lengths/no-tokens', self)
 
 # %% ../nbs/11_token_budget.ipynb #budget-divide
 @patch
@@ -247,9 +234,7 @@ def divide(self:TokenBudget,
     division = TokenDivision((*xb,*yb), n, self._mask(xb, yb, n), self.max_tokens, sorts=not keeps_state)
     longest = division.trimmed_width(0, n)
     if longest>self.max_tokens:
-        warn_once('longer-than-the-budget', f"a row of {longest} tokens is longer than {self!r}, so the "
-            f"row is a micro-batch of its own. If memory runs out, truncate texts to {self.max_tokens} "
-            "tokens")
+        warn_once('longer-than-the-budget', longest, self)
     is_compared = self.warn_once_of_comparison is warn_once
     if not is_compared: self._try_trimming(model, xb, division, warn_once)
     return division
@@ -306,7 +291,4 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
         least_precise = dtypes_by_size[min(dtypes_by_size)] if dtypes_by_size else x.dtype
         tol = _rounding_tols.get(least_precise, 2e-2)   # 2e-2 for half precision
         if is_close(x, y, tol): continue
-        return warn_once('padding-counts', "the model's output changes when padding is trimmed, so this "
-            f"run differs from the full-batch run. Instead of {self!r}, pass "
-            f"`micro_batch_size={min(n_rows, division.n)}`, which keeps all padding, or let the model "
-            "ignore padding, for example with an attention mask", AccumulationWarning)
+        return warn_once('padding-counts', self, n=min(n_rows, division.n))

@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from numbers import Number
 from pathlib import Path
 from fastai.learner import Learner
-from .base.messages import more_link
+from .base.messages import refuse
 try: import wandb
-except ModuleNotFoundError as e:
-    raise ModuleNotFoundError("`fastaccum.wandb` needs the package wandb: run `pip install wandb` or "
-        "`pip install fastaccum[wandb]`" + more_link('wandb-not-installed'), name='wandb') from e
+except ModuleNotFoundError as e: raise refuse('wandb-not-installed') from e
 from fastai.callback import wandb as fastai_wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -29,8 +27,7 @@ class WandbCallback(fastai_wandb.WandbCallback):
     """
     def before_fit(self):
         if self.log_model and not hasattr(self, 'save_model'):
-            raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, and "
-                "this Learner has none: add `SaveModelCallback()` to `cbs=`" + more_link('log-model'))
+            raise refuse('log-model')
         # In fastai 2.8.9 to 2.8.12, `before_fit` raises a TypeError when it formats the dict that
         # `learn.gather_args()` returns. So replace `gather_args` by `dict`, which returns an empty dict.
         vars(self.learn)['gather_args'] = dict

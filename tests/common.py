@@ -8,8 +8,9 @@
 - Memory that runs out: `raise_oom_above`, `CheckInBackward`, `LimitedMemory`, `runs_out_above`, `runs_out_on_attempts`
 - Looking at a Learner: `grads`, `weights`, `weights_unchanged`
 - Warnings, and the files of the repository: `collect_warnings`, `copy_folder`, `git`, `files_of_git`
+- Code that gives a message: `called`, `message_calls`
 """
-import os, pytest, shutil, subprocess, torch, warnings
+import ast, os, pytest, shutil, subprocess, torch, warnings
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -242,3 +243,32 @@ def files_of_git():
     res = subprocess.run(cmd, cwd=root, capture_output=True, text=True)
     if res.returncode: pytest.skip('not a git checkout')
     return [name for name in res.stdout.split('\0') if (root/name).is_file()]
+
+# Code that gives a message
+
+givers = 'refuse','warn','warn_once','append_message','text_of'   # functions that get a key of the catalogue
+
+def called(o):
+    "Return the name of the function or method that the expression `o` calls, or an empty string"
+    return getattr(o.func, 'attr', getattr(o.func, 'id', '')) if isinstance(o, ast.Call) else ''
+
+def message_calls(tree):
+    """Yield each call that gives a message, with the keys that it may have and the arguments after the key
+
+    The key is a string, or a name to which the function assigns strings. In base/messages.py, functions pass their
+    own arguments on; these calls have a starred argument, and are left out.
+    """
+    def strings(o): return {c.value for c in ast.walk(o) if isinstance(c, ast.Constant) and isinstance(c.value, str)}
+    def chosen(o):
+        "The strings that the expression may have as its value, without those of a condition"
+        if isinstance(o, ast.IfExp): return chosen(o.body)|chosen(o.orelse)
+        return strings(o)
+    for f in ast.walk(tree):
+        if not isinstance(f, (ast.FunctionDef,ast.Lambda)): continue
+        inner = {id(c) for o in ast.walk(f) if isinstance(o, ast.FunctionDef) and o is not f for c in ast.walk(o)}
+        own = [o for o in ast.walk(f) if id(o) not in inner]
+        for o in own:
+            if called(o) not in givers or any(isinstance(a, ast.Starred) for a in o.args): continue
+            key,*args = o.args[called(o)=='append_message':]
+            assigned = [a.value for a in own if isinstance(a, ast.Assign) and ast.unparse(a.targets[0])==ast.unparse(key)]
+            yield o,set().union(*map(chosen, assigned if isinstance(key, ast.Name) else [key])),args

@@ -11,30 +11,61 @@ import fastai.callback.wandb, fastai.text.all, fastai.vision.all, fastaccum.all,
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.basics import CrossEntropyLossFlat, DataLoader, DataLoaders, Learner, nn, torch
 from fastaccum import GradientAccumulation
+from fastaccum.base.messages import catalogue, fields_of, template_of
 from fastaccum.testing import toy
 import messages as tool
+from common import called, message_calls
 from readme import docs_url
 
 root = Path(__file__).resolve().parent.parent
 found = tool.messages()
-sources = [fn.read_text(encoding='utf-8') for fn in tool.lib.rglob('[a-z]*.py')]
+trees = [ast.parse(fn.read_text(encoding='utf-8')) for fn in tool.lib.rglob('[a-z]*.py')]
+calls = [o for tree in trees for o in message_calls(tree)]
+
+# The catalogue
 
 # The beginnings of errors that fastaccum raises and catches itself, to show their text within another
 # message
 caught_inside = ('the predictions of', 'random numbers are drawn', 'the sizes of the parts', 'the loss is not finite',
     'there are only', 'do not know how to compare')
 
-def test_each_error_and_warning_has_a_key():
-    "If this fails, append `+ more_link('key')` to the message, and write an entry on the page Messages"
-    calls = [o for text in sources for o in ast.walk(ast.parse(text)) if isinstance(o, ast.Call) and o.args]
-    classes = {o.name for text in sources for o in ast.walk(ast.parse(text)) if isinstance(o, ast.ClassDef)}
-    messages = [o for o in calls if re.fullmatch('warn|.*Error', tool.called(o)) and tool.called(o) not in classes]
-    without_key = {ast.unparse(o): tool.words(o.args[0], {}) for o in messages if 'more_link(' not in ast.unparse(o)}
-    assert len(messages)>80 and not [o for o,text in without_key.items() if not text.startswith(caught_inside)]
+def test_each_error_and_warning_is_in_the_catalogue():
+    "If this fails, write the text into nbs/base/00_messages.ipynb, `raise refuse('key', …)`, and write its entry"
+    classes = {o.name for tree in trees for o in ast.walk(tree) if isinstance(o, ast.ClassDef)}
+    errors = [o for tree in trees for o in ast.walk(tree) if re.fullmatch('.*Error', called(o)) and o.args]
+    texts = [ast.unparse(o.args[0]).lstrip('f').strip('\'"') for o in errors if called(o) not in classes]
+    assert len(calls)>140 and not [o for o in texts if not o.startswith(caught_inside)]
+
+def test_each_key_is_used_and_each_used_key_exists():
+    phrases = {k for o in catalogue.values() for k in re.findall('{([a-z]+-[a-z-]+)}', o.text)}
+    assert {k for _,keys,_ in calls for k in keys} | phrases == catalogue.keys()
+
+def test_no_key_occurs_twice():
+    text = ''.join(fn.read_text(encoding='utf-8') for fn in tool.lib.rglob('messages.py'))
+    assert len(re.findall(r'^\[[a-z/-]+\] \w+: ', text, re.M))==len(catalogue)
+
+def test_an_error_is_refused_a_warning_given_and_a_note_appended():
+    kinds = dict(refuse='Error', warn='Warning', warn_once='Warning', append_message='Note', text_of='Phrase')
+    assert not [ast.unparse(o) for o,keys,_ in calls
+        if not keys or not all(catalogue[k].kind.endswith(kinds[called(o)]) for k in keys)]
+
+def test_each_call_passes_the_fields_of_its_text():
+    """A value that is passed in order is a variable or attribute with the name of its field, or `self`
+
+    Texts between which a call chooses may have fewer fields, but no others.
+    """
+    for o,keys,args in calls:
+        named = {k.arg for k in o.keywords}
+        fields = {k: fields_of(template_of(k)) for k in keys}
+        assert named<=set().union(*fields.values()), ast.unparse(o)
+        in_order = {k: [f for f in fs if f not in named] for k,fs in fields.items()}
+        assert max(map(len, in_order.values()))==len(args), ast.unparse(o)
+        for names in in_order.values():
+            passed = [getattr(a, 'attr', getattr(a, 'id', None)) for a in args]
+            assert all(a in (f,'self') for a,f in zip(passed, names)), f'{ast.unparse(o)}: {names}'
 
 def test_each_key_has_an_entry_and_each_entry_a_key():
-    keys = {k for text in sources for k in re.findall(r"(?:more_link|warn_once)\(\s*'([a-z-]+)'", text)}
-    assert keys=={o.key for o in found}==written.keys() and len(keys)>60
+    assert {o.key for o in found}==written.keys() and len(written)>60
 
 def test_links_of_earlier_versions_lead_to_an_entry():
     assert old_keys<={k for o in page for k in tool.anchors(o)}
@@ -80,9 +111,10 @@ def test_the_page_shows_how_the_messages_of_the_code_begin():
     "If this fails, run `make prepare`, which writes the beginnings of the messages into the page"
     assert [text for text in page if tool.filled(text, found)!=text]==[]
 
-def test_examples_replace_messages_that_the_code_has():
-    "If this fails, a message has changed: mend its example in tools/messages.py"
-    assert set(tool.examples)-{tool.short(o.text) for o in found}==set()
+def test_values_are_for_the_fields_of_a_message():
+    "If this fails, a message has changed: mend its values in tools/messages.py"
+    n_fields = {o.name: o.text.count(tool.blank) for o in found}
+    assert not [k for k,v in tool.values.items() if v.count('|')>=n_fields[k]]
 
 @pytest.mark.parametrize('key', rows)
 def test_a_row_says_what_to_do_and_what_to_type(key):

@@ -16,7 +16,7 @@ from inspect import signature
 from numbers import Integral
 from fastai.callback.core import Callback
 from fastai.learner import Learner
-from .messages import more_link
+from .messages import refuse
 
 # %% ../../nbs/base/01_arguments.ipynb #values
 def check_count(name:str, n:object, unit:str='sample', or_else:str='')->int:
@@ -34,9 +34,8 @@ def check_count(name:str, n:object, unit:str='sample', or_else:str='')->int:
         remedy = f': write `{number}`' if number.isdecimal() else ''
         hint = ". Did you mean `micro_batch_size='auto'`?" if means_auto else remedy
         units = f"{unit}{'es' if unit.endswith('batch') else 's'}"
-        raise TypeError(f"`{name}` must be {or_else}a whole number of {units}, got {n!r} "
-            f"({type(n).__name__}){hint}" + more_link('whole-number'))
-    if n<1: raise ValueError(f"`{name}` must be at least 1, got {int(n)}" + more_link('whole-number'))
+        raise refuse('whole-number', name, or_else, units, n, hint)
+    if n<1: raise refuse('whole-number/below-one', name, n=int(n))
     return int(n)
 
 def check_bool(name:str, o:object, if_none:str='')->bool|None:
@@ -47,8 +46,7 @@ def check_bool(name:str, o:object, if_none:str='')->bool|None:
     may_be_none = bool(if_none)
     if isinstance(o, bool) or may_be_none and o is None: return o
     choices = f'True, False or None ({if_none})' if may_be_none else 'True or False'
-    raise TypeError(f"`{name}` must be {choices}, got {o!r} ({type(o).__name__})"
-        + more_link('true-or-false'))
+    raise refuse('true-or-false', name, choices, o)
 
 def check_name(name:str, o:object, choices:tuple):
     """Check that the argument `name` is one of `choices`
@@ -57,8 +55,7 @@ def check_name(name:str, o:object, choices:tuple):
     """
     *first,last = map(repr, choices)
     if o not in choices:
-        raise ValueError(f"`{name}` must be {', '.join(first)} or {last}, got {o!r}"
-            + more_link('unknown-name'))
+        raise refuse('unknown-name', name, o, choices=f"{', '.join(first)} or {last}")
 
 # %% ../../nbs/base/01_arguments.ipynb #function
 def check_function(name:str, f:object, n:int, example:str)->object:
@@ -72,8 +69,7 @@ def check_function(name:str, f:object, n:int, example:str)->object:
     except TypeError as e:
         arguments = 'argument' if n==1 else 'arguments'
         reason = f' ({e})' if callable(f) else ''
-        raise TypeError(f"`{name}` must be a function that takes {n} {arguments}, such as `{example}`, "
-            f"got {f!r}{reason}" + more_link('function-argument')) from None
+        raise refuse('function-argument', name, n, arguments, example, f, reason) from None
     return f
 
 # %% ../../nbs/base/01_arguments.ipynb #names
@@ -102,11 +98,7 @@ def by_name(name:str)->Callable:
     def decorate(init):
         @wraps(init)
         def refuse_positional(self, *args, **kwargs):
-            if args:
-                cls = type(self).__name__
-                raise TypeError(f"`{cls}({args[0]!r})` does not say what {args[0]!r} means: pass the "
-                    f"argument by name, as in `{cls}({name}={args[0]!r})`"
-                    + more_link('arguments-by-name'))
+            if args: raise refuse('arguments-by-name', self, name, o=args[0])
             init(self, **kwargs)
         return refuse_positional
     return decorate
@@ -127,10 +119,10 @@ def suggest_arguments(**other_names:str)->Callable:
                 if name in arguments: continue
                 similar = get_close_matches(name, arguments, 1)
                 meant = other_names.get(name) or (similar[0] if similar else None)
-                hint = f'Did you mean `{meant}=`?'
-                if meant is None: hint = f"It has: {', '.join(f'`{o}`' for o in arguments)}"
-                raise TypeError(f"`{type(self).__name__}` has no argument `{name}`. {hint}"
-                    + more_link('unknown-argument'))
+                if meant:
+                    raise refuse('unknown-argument/similar', self, name, meant)
+                listed = ', '.join(f'`{o}`' for o in arguments)
+                raise refuse('unknown-argument', self, name, listed)
             init(self, *args, **kwargs)
         return refuse_unknown
     return decorate

@@ -15,8 +15,8 @@ from fastai.callback.core import Callback, CancelFitException, CancelStepExcepti
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 from torch import nn
-from ..base.messages import more_link
-from ..restore.dry_run import Batches, CountSteps, DryRun, no_step_remedy
+from ..base.messages import more_link, refuse
+from ..restore.dry_run import Batches, CountSteps, DryRun
 from ..restore.state import QuietCallback, uninterrupted
 from ..step.batch import bounds, even_sizes, n_samples, split
 from ..step.loader import batches_of, size_of
@@ -178,8 +178,7 @@ def step(self:Compare, in_parts:bool, freeze:list=(), reset:bool=False, without:
     self.fit(in_parts, self.wholes[:1]*20, [capture,FreezeMode(freeze, reset)], without=without)
     if capture.n_steps: return capture
     n_batches = 20*len(self.sizes) if in_parts and self.loader_yields_parts else 20
-    raise RuntimeError(f"no step was made in {n_batches} batches of up to {self.n} samples. "
-        f"{no_step_remedy}" + more_link('no-step-in-a-trial'))
+    raise refuse('no-step-in-a-trial/accum-check', n_batches, self.n)
 
 @patch
 def differences(self:Compare, **kwargs:object)->dict:

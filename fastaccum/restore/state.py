@@ -18,7 +18,7 @@ from operator import methodcaller
 from torch import nn
 from fastai.callback.core import Callback
 from fastcore.basics import patch
-from ..base.messages import more_link
+from ..base.messages import refuse
 
 # %% ../../nbs/restore/00_state.ipynb #rng
 def devices_of(modules:Iterable)->list:
@@ -193,10 +193,7 @@ def check(self:ForwardState):
     """
     for name,o,version in self.tensors:
         if o._version==version: continue
-        raise RuntimeError(f"the model changes its tensor `{name}` in place in the forward pass, which "
-            "therefore cannot be run again. Make the tensor a buffer: in the module's `__init__`, write "
-            f"`self.register_buffer('{name}', …)`. If it belongs to a cache of keys and values, set "
-            "`use_cache=False` in the model's configuration" + more_link('changed-in-place'))
+        raise refuse('changed-in-place', name)
 
 # %% ../../nbs/restore/00_state.ipynb #again
 @patch

@@ -16,7 +16,7 @@ from copy import copy
 from itertools import accumulate, pairwise
 from math import ceil
 from fastai.learner import Learner
-from ..base.messages import more_link
+from ..base.messages import refuse
 
 
 # %% ../../nbs/step/01_batch.ipynb #parts
@@ -125,11 +125,7 @@ def container_like(o:object, parts:list)->object:
 
 def _cannot_be_split(o, n, reason=''):
     "Return the error for a part `o` that cannot be split, in a batch of `n` samples"
-    return TypeError(f"a {type(o).__name__}{reason} in a batch of {n} samples cannot be split: "
-        "`micro_batch_size` splits only tensors with a row for each sample, and tuples, lists and dicts "
-        "of them. Pass `micro_batch_size=AutoSize(split=f)`, where your `f(batch, start, stop, n)` "
-        "returns the samples from `start` up to `stop`. Or leave out `micro_batch_size`, and create the "
-        "DataLoaders with a smaller `bs`" + more_link('cannot-be-split'))
+    return refuse('cannot-be-split', o, reason, n)
 
 # %% ../../nbs/step/01_batch.ipynb #split-it
 def _lists_samples(o, n, of_tensors=False):

@@ -21,7 +21,7 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import GetAttr, patch
 from ..base.arguments import class_names
-from ..base.messages import WarnOnce, more_link
+from ..base.messages import WarnOnce, refuse
 from ..restore.state import Patch
 from .batch import n_samples, split
 from .plan import LoaderSizes, PlannedStep
@@ -64,10 +64,7 @@ def check_micro_batch_size(dl:object, micro_batch_size:int|None):
     """
     bs = size_of(dl)
     if bs is None or micro_batch_size is None or micro_batch_size<=bs: return
-    raise ValueError(f"`micro_batch_size={micro_batch_size}` is larger than the {bs} samples in a "
-        f"batch of the training {type(dl).__name__}, and batches can only be split into smaller ones: "
-        f"leave `micro_batch_size` out, or create the DataLoaders with `bs={micro_batch_size}`"
-        + more_link('micro-batch-size'))
+    raise refuse('micro-batch-size', micro_batch_size, bs, dl)
 
 # %% ../../nbs/step/02_loader.ipynb #sizes-of
 def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
@@ -97,14 +94,9 @@ def _bs_and_n(dl, micro_batch_size):
     if bs is None and micro_batch_size is None:
         # `bs` would let fastai's DataLoader join batches, and PyTorch's refuses to set `batch_size`
         name = 'batch_size' if isinstance(dl, DataLoader) else 'bs'
-        raise ValueError(f"the training {type(dl).__name__} has no `bs` or `batch_size` that says how "
-            "many samples its batches have: pass the number to the callback, such as "
-            f"`GradientAccumulation(64, micro_batch_size=16)`. With 'auto', set "
-            f"`learn.dls.train.{name} = 16` instead" + more_link('batch-size-unknown'))
+        raise refuse('batch-size-unknown', dl, name)
     if bs is not None and bs<1:
-        raise ValueError(f"the batch size of the training {type(dl).__name__} must be at least 1, got "
-            f"{bs}: give the loader a `bs` that says how many samples its batches have"
-            + more_link('batch-size-unknown'))
+        raise refuse('batch-size-unknown/below-one', dl, bs)
     check_micro_batch_size(dl, micro_batch_size)
     if bs is None: bs = micro_batch_size
     only_whole_batches = n is None or getattr(dl, 'drop_last', False) or ceil(n/bs)!=len(dl)
@@ -151,9 +143,7 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     """
     dl = learn.dls.train
     if bs is not None and not resizable(dl):
-        raise ValueError(f"the training {type(dl).__name__} yields ready-made batches, so it cannot "
-            f"make one of {bs} samples: create it with a batch size (`bs=`, or `batch_size=` of "
-            "PyTorch's DataLoader)" + more_link('ready-made-batches'))
+        raise refuse('ready-made-batches', dl, bs)
     bs = bs or size_of(dl)
     if isinstance(dl, TorchDataLoader) and dl.batch_size is not None:
         kwargs = {} if isinstance(dl.dataset, IterableDataset) else dict(sampler=dl.sampler)
@@ -162,9 +152,7 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     res = list(islice(dl, n))
     if not res:
         of_size = f' of {bs} samples' if bs else ''
-        raise ValueError(f"the training loader has no batch{of_size}, because its dataset has too few "
-            "samples. If you passed `accum_bs`, lower it. Otherwise, create the DataLoaders with a "
-            "smaller `bs` or with `drop_last=False`" + more_link('no-batch'))
+        raise refuse('no-batch/of-this-size', of_size)
     return res,samples_of(learn, res[0], bs)
 
 # %% ../../nbs/step/02_loader.ipynb #order
@@ -251,10 +239,7 @@ class Step:
         self.target = min(self.n_here, plan.wanted_here)
 
     def _refuse(self, *_):
-        raise TypeError("during training, the items of `learn.dl` are optimizer steps, which cannot be "
-            "indexed or iterated. In a callback, read `self.xb` and `self.yb` in `before_batch`, or "
-            "iterate over `self.dls.train`. If your Learner has its own `all_batches`, only pass each "
-            "item on to `one_batch`" + more_link('own-training-loop'))
+        raise refuse('own-training-loop/items')
     __len__ = __iter__ = __getitem__ = _refuse
 
     def n_missing(self, counted:int)->int:
@@ -336,19 +321,13 @@ def _warn_fewer(self:StepLoader, n):
     if self.drop_last or not planned: needed = sum(planned)
     else: needed = sum(planned[:-1])+1
     if n>=needed: return
-    self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, but "
-        f"{len(planned)} steps were planned from its `__len__` and `bs`, so a learning rate schedule "
-        "stops before its end. Let `__len__` return the number of batches, and set the loader's "
-        "attribute `n` to the number of samples")
+    self.warn_once('fewer-batches', n, n_steps=len(planned))
 
 @patch
 def _unplanned(self:StepLoader, batches, are_several):
     "Yield unplanned steps, each of the full size of the last planned step, until `dl` ends"
     if are_several:
-        raise RuntimeError(f"this process has samples left after all {len(self.steps)} steps, "
-            "because its loader yields more or larger batches than its `__len__` and `bs` say: let "
-            "`__len__` return the number of batches, and `bs` be the number of samples in a batch"
-            + more_link('more-batches'))
+        raise refuse('more-batches/processes', n_steps=len(self.steps))
     planned = self.steps[-1]
     planned = planned._replace(sizes=(planned.full,))
     while batches.has_more(): yield Step(batches, planned, is_planned=False)

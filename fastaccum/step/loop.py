@@ -37,7 +37,7 @@ class Watch:
     A `Watch` may raise errors, add hooks and read the loop's state. It changes nothing that the loop
     computes, and the loop reads none of its results.
     """
-    def warn_once(self, key:str, msg:str, category:type=UserWarning): "Give a warning once per fit"
+    def warn_once(self, key:str, *args:object, **values:object): "Give a warning once per fit"
     def begin_epoch(self, loop:object): "The `StepLoop` begins an epoch, and its state may be read from now on"
     def begin_step(self, i:int): "Step `i` begins"
     def before_part(self, parts:BatchParts, n:int): "A part of a batch of `n` samples is about to run"

@@ -24,7 +24,7 @@ from fastai.losses import BaseLoss
 from fastai.metrics import LossMetric
 from fastai.torch_core import find_bs
 from fastcore.basics import patch
-from ..base.messages import more_link
+from ..base.messages import refuse
 from .batch import join, n_samples, samples
 from .gradients import number_on
 from .processes import Processes
@@ -63,10 +63,7 @@ class TargetCounter:
         y = learn.yb[0]
         if not isinstance(y, torch.Tensor):
             counted = 'the number' if self.weight is None else 'the sum of the class weights'
-            raise TypeError("the loss function has an `ignore_index`, but the target is a "
-                f"{type(y).__name__} and not a tensor, so fastaccum cannot count the targets: pass "
-                f"`n_items=`, a function of the Learner that returns {counted} of the targets that are "
-                "not ignored" + more_link('targets-not-counted'))
+            raise refuse('targets-not-counted', y, counted)
         y = plain_tensor(y)
         # in a comparison with uint8 targets, PyTorch would convert an `ignore_index` of -100 to 156
         if y.dtype==torch.uint8: y = y.long()
@@ -131,18 +128,12 @@ def _checked(size, read_tensor, loss=None):
     if isinstance(size, bool) or not isinstance(size, Real):
         got = f'{size!r} ({type(size).__name__})'
         if isinstance(size, torch.Tensor): got = f'a tensor of shape {tuple(size.shape)}'
-        raise TypeError(f"`n_items` must return a number or a tensor with one element, got {got}: count "
-            "the items, as in `lambda learn: (learn.y!=-100).sum()`" + more_link('size-function'))
-    if not 0<=size<float('inf'):
-        raise ValueError(f"`n_items` must return a finite number, zero or more, got {size!r}: return "
-            "the number of items that the micro-batch's loss averages" + more_link('size-function'))
+        raise refuse('size-function', got)
+    if not 0<=size<float('inf'): raise refuse('size-function/not-finite', size)
     if size!=0 or loss is None: return size
     # a mean over no items is NaN, or 0 if the loss function prevents the division by 0
     loss = float(loss)
-    if loss!=0 and isfinite(loss):
-        raise ValueError(f"`n_items` returned 0 for a micro-batch with a loss of {loss:.3g}, so this "
-            "micro-batch would not count: return the number of items that its loss averages"
-            + more_link('size-function'))
+    if loss!=0 and isfinite(loss): raise refuse('size-function/zero', loss)
     return size
 
 # %% ../../nbs/step/03_mean.ipynb #item-counter

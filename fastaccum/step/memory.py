@@ -12,7 +12,7 @@ import ctypes, errno, gc, torch
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from ..base.messages import append_message, more_link
+from ..base.messages import append_message
 
 # %% ../../nbs/step/06_memory.ipynb #is-oom
 # parts of the messages with which libraries report that memory ran out
@@ -36,32 +36,20 @@ def explain_fixed_size(e:BaseException, cb:object):
     "If memory ran out in training, append to the message of `e` how the callback `cb` splits batches"
     if not is_out_of_memory(e): return
     if cb.limit is not None and cb.limit.shrinks:
-        return append_message(e, "The part of the step that ran out of memory is not split: use a "
-            "smaller `bs`" + more_link('fixed-size-does-not-fit'))
+        return append_message(e, 'fixed-size-does-not-fit/another-part')
     smaller = '`bs`' if cb.limit is None else '`micro_batch_size`'
-    append_message(e, f"Pass `micro_batch_size='auto'` to {type(cb).__name__}, which splits a batch "
-        f"when memory runs out and keeps the steps as they are, or use a smaller {smaller}"
-        + more_link('fixed-size-does-not-fit'))
+    append_message(e, 'fixed-size-does-not-fit', cb, smaller)
 
 def explain_unsplit_validation(e:BaseException, cb:object):
     "If memory ran out in validation, append to the message of `e` what helps; `cb` is the callback"
-    if not is_out_of_memory(e): return
-    append_message(e, "Validation batches are not split. Create the DataLoaders with a smaller "
-        f"`val_bs`, or pass `micro_batch_size='auto'` to {type(cb).__name__}, which splits them too"
-        + more_link('fixed-size-does-not-fit'))
-
-# name of a part of a step that is not split into micro-batches -> what to do if memory runs out there
-_unsplit = {
-    "a callback's `before_step`": "let the callback use less memory, or create the DataLoaders with a "
-        "smaller `bs`",
-    "the optimizer's step": "use an optimizer that keeps fewer values for each parameter, such as SGD, "
-        "or a smaller model"}
+    if is_out_of_memory(e):
+        append_message(e, 'fixed-size-does-not-fit/validation', cb)
 
 def explain_unsplit(e:BaseException, part:str|None):
-    "If memory ran out in `part`, a key of `_unsplit`, append to the message of `e` what helps"
+    "If memory ran out in `part` of a step, which is not split, append to the message of `e` what helps"
     if part is None or not is_out_of_memory(e): return
-    append_message(e, f"Memory ran out in {part}, which does not run in micro-batches, so smaller ones "
-        f"do not help: {_unsplit[part]}" + more_link('out-of-memory'))
+    key = 'out-of-memory/optimizer' if 'optimizer' in part else 'out-of-memory/callback'
+    append_message(e, key, part)
 
 # %% ../../nbs/step/06_memory.ipynb #free
 def free_memory():

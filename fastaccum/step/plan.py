@@ -14,7 +14,7 @@ from math import ceil
 from operator import itemgetter
 from typing import NamedTuple
 from fastcore.basics import patch
-from ..base.messages import more_link, warn
+from ..base.messages import refuse, warn
 
 # %% ../../nbs/step/00_plan.ipynb #round-up
 def round_up(accum_bs:int, micro_bs:int)->int:
@@ -309,21 +309,16 @@ def _check_filled(self:Plan, warns, size_name):
         if is_too_few(size>dl.n for size,dl in zip(full, self.loaders)): break
     else: return
     samples = ', '.join(str(o.n) for o in self.loaders)
-    what = f"epoch {i} has {samples} samples, too few for a step of {accum_bs}"
+    in_batches = ''
     if sum(full)>accum_bs:
         batches = ', '.join(str(o.unit) for o in self.loaders)
-        what += f" ({sum(full)} in whole batches of {batches})"
+        in_batches = f" ({sum(full)} in whole batches of {batches})"
     sizes = 'the sizes of the schedule' if self.has_schedule else f'`{size_name}`'
     if not self.never_empty:
-        raise ValueError(f"{what}, and `drop_last=True` leaves out incomplete steps, so this epoch "
-            f"would train nothing. Lower {sizes}, or leave out `drop_last=True`" + more_link('no-step'))
+        raise refuse('no-step', i, samples, accum_bs, in_batches, sizes)
     if not warns: return
-    why = ''
-    if self.drop_last:
-        why = (" It is kept although the training loader drops its incomplete last batch, because "
-            "otherwise nothing would be trained.")
-    warn(f"{what}, so the whole epoch is a single, smaller step.{why} Lower {sizes} to get full "
-        "steps, or pass `drop_last=False` to keep this step without a warning" + more_link('no-step'))
+    key = 'no-step/dropped-by-the-loader' if self.drop_last else 'no-step/smaller'
+    warn(key, i, samples, accum_bs, in_batches, sizes)
 
 # %% ../../nbs/step/00_plan.ipynb #warn-left-out
 @patch
@@ -338,9 +333,7 @@ def _warn_left_out(self:Plan):
     number = _range(min(left_out), max(left_out))
     n_back = _range(min(in_dropped_steps), max(in_dropped_steps))
     which = f'{n_back} of them' if self.dropped else 'them'
-    warn(f"{number} of {self.n_all} samples are left out of each epoch: the training loader drops its "
-        f"incomplete last batch, so the incomplete last step is dropped as well. To train on {which}, "
-        "pass `drop_last=False`" + more_link('samples-left-out'))
+    warn('samples-left-out', number, self.n_all, which)
 
 # %% ../../nbs/step/00_plan.ipynb #warn-rounded-up
 @patch
@@ -353,13 +346,8 @@ def _warn_rounded_up(self:Plan, size_name):
     if unit>wanted:
         where = f' on each of {n_processes} processes' if n_processes>1 else ''
         n_samples = wanted*sum(o.unit for o in self.loaders)
-        warn(f"the loader's batches of {unit} samples are larger than `{size_name}={wanted}`, so each "
-            f"batch is a step and nothing is accumulated. `{size_name}` counts samples, not batches: "
-            f"for steps of {count_of(wanted, 'batch')} of {unit}{where}, pass `{size_name}={n_samples}` "
-            f"or `n_batches={wanted}`. For steps of {count_of(wanted, 'sample')}, also pass "
-            f"`micro_batch_size={wanted}`" + more_link('larger-than-a-step'))
+        warn('larger-than-a-step', unit, size_name, wanted, where, n_samples,
+            batches=count_of(wanted, 'batch'), samples=count_of(wanted, 'sample'))
     elif n_processes>1 and full!=wanted:
         parts = 'whole batches' if unit>1 else 'equal parts'
-        warn(f"a step has {full} samples instead of `{size_name}={wanted}`, because {wanted} samples "
-            f"cannot be divided into {parts} for {n_processes} processes. To avoid this warning, pass "
-            f"`{size_name}={full}`" + more_link('rounded-up'))
+        warn('rounded-up', full, size_name, wanted, parts, n_processes)

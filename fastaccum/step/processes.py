@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.torch_core import get_model
 from fastcore.basics import patch
-from ..base.messages import more_link
+from ..base.messages import refuse
 
 
 # %% ../../nbs/step/05_processes.ipynb #world
@@ -47,8 +47,7 @@ def check_same(must_match:dict, each:list):
     for name,values in zip(must_match, zip(*each)):
         if len(set(values))>1:
             have = ', '.join('None' if o<0 else str(o) for o in values)
-            raise ValueError(f"{name} differs between the processes ({have}): pass all of them the "
-                "same value" + more_link('processes-with-different-settings'))
+            raise refuse('processes-with-different-settings', name, have)
 
 # %% ../../nbs/step/05_processes.ipynb #not-sharded
 def _is_fsdp(m):
@@ -62,11 +61,7 @@ def check_not_sharded(model:nn.Module):
     """
     dtensors = [p for p in model.parameters() if hasattr(p, 'full_tensor')]
     sharded = [m for m in model.modules() if _is_fsdp(m)] + dtensors
-    if not sharded: return
-    raise ValueError("the parameters of the model are sharded over processes "
-        f"({type(sharded[0]).__name__}), which fastaccum does not support: use DistributedDataParallel, "
-        "as `learn.distrib_ctx()` does, so that each process holds the whole model"
-        + more_link('sharded-parameters'))
+    if sharded: raise refuse('sharded-parameters', module=sharded[0])
 
 # %% ../../nbs/step/05_processes.ipynb #processes
 class Processes:

@@ -20,7 +20,7 @@ from fastai.callback.core import CancelBatchException
 from fastai.learner import Learner
 from fastcore.basics import patch
 from ..base.arguments import check_count, check_function
-from ..base.messages import WarnOnce, append_message, more_link, warn
+from ..base.messages import WarnOnce, append_message, refuse, warn
 from ..restore.state import (ChangedAttrs, ForwardState, autocast_state, devices_of,
     set_autocast_state, set_rng_state)
 from .batch import even_sizes, has_rows, n_samples, split
@@ -131,15 +131,11 @@ class BatchParts:
         xb,yb = self.whole
         b = self.division.part((*xb,*yb), start, stop)
         if not isinstance(b, (tuple,list)):
-            raise TypeError(f"`split` must return a tuple or list of all {len(xb)+len(yb)} inputs and "
-                f"targets, got {type(b).__name__}: return rows of each of them, as in "
-                "`tuple(o[start:stop] for o in batch)`" + more_link('cannot-be-split'))
+            raise refuse('cannot-be-split/list', b, n=len(xb)+len(yb))
         for whole,part in zip(yb, b[len(xb):]):
             if has_rows(whole, self.n) and not has_rows(part, stop-start):
                 shape = tuple(getattr(part, 'shape', ()))
-                raise ValueError(f"`split(batch, {start}, {stop}, {self.n})` returned targets of shape "
-                    f"{shape}, whose first dimension should be {stop-start}: return `o[start:stop]` of "
-                    "each input and target `o`" + more_link('cannot-be-split'))
+                raise refuse('cannot-be-split/targets', start, stop, self.n, shape, rows=stop-start)
         return b[:len(xb)],b[len(xb):]
 
     def select(self, start:int, stop:int):
@@ -303,9 +299,7 @@ def _shrink(self:AutoSize, n, training, reason):
     is_above_limit = limit is not None and n>limit
     if n==1 or is_above_limit:
         smallest = f'{n} samples that are kept together' if n>1 else 'a single sample'
-        raise torch.OutOfMemoryError(f"memory ran out even with {smallest}, so smaller micro-batches do "
-            "not help: use `ActivationCheckpoint()`, `learn.to_fp16()`, smaller inputs or a smaller "
-            f"model. The first error was: {self.unreported[1]}" + more_link('out-of-memory'))
+        raise refuse('out-of-memory', smallest, error=self.unreported[1])
     # round up, so that an odd number of samples is run in two parts
     if training: self.max_train = (n+1)//2
     else: self.max_valid = (n+1)//2
@@ -317,9 +311,7 @@ def report(self:AutoSize, training:bool):
     n,reason = self.unreported
     self.unreported = None
     phase = 'validation' if not training else 'training'
-    warn(f"memory ran out with a micro-batch of {n} samples. No action is needed: these samples were "
-        f"run again, and {phase} continues with at most {self.max_samples(training)} samples per "
-        f"micro-batch. The error was: {reason}" + more_link('memory-ran-out'))
+    warn('memory-ran-out', n, phase, reason, most=self.max_samples(training))
 
 # %% ../../nbs/step/07_split.ipynb #as-size
 def read_micro_batch_size(o:int|str|MicroBatchLimit, split:Callable=split)->MicroBatchLimit:
@@ -343,10 +335,7 @@ def explain_split(k:int, n:int):
     except Exception as e:
         is_split = k<n
         if is_split and not is_out_of_memory(e):
-            append_message(e, f"The batch of {n} samples was split into micro-batches of {k}. If your "
-                "code stores something for the whole batch, leave out `micro_batch_size=`, and either "
-                f"add `GradientCache(micro_batch_size={k})` to `cbs=` or create the DataLoaders with "
-                f"`bs={k}`" + more_link('code-that-stores-a-whole-batch'))
+            append_message(e, 'code-that-stores-a-whole-batch', n, k)
         raise
 
 # %% ../../nbs/step/07_split.ipynb #failed
@@ -408,10 +397,7 @@ class Retries:
 def _succeeded(self:Retries, micro):
     "If all samples of a failed micro-batch have run again, restore the gradients in `Failed.grads`"
     if not micro.has_run and any(o.grads for o in self.unfinished):
-        raise torch.OutOfMemoryError("memory ran out in the middle of a backward pass, and when the "
-            f"samples were run again, a callback cancelled {micro.n} of them, although some gradients "
-            "already contain them. Create the DataLoaders with a size that fits, such as "
-            "`bs=int(learn.bs_find())//2`" + more_link('cannot-be-undone'))
+        raise refuse('cannot-be-undone', micro.n)
     while self.unfinished and self.unfinished[-1].stop==micro.stop:
         for p,g in self.unfinished.pop().grads: p.grad = g
     self.limit.report(self.training)

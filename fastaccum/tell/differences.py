@@ -14,8 +14,7 @@ from fastai.data.load import DataLoader
 from fastai.optimizer import OptimWrapper, Optimizer
 from fastcore.basics import patch
 from ..base.arguments import class_names, our_callback
-from ..base.messages import (AccumulationWarning, BatchNormWarning, LoaderWarning,
-    StateWarning, WarnOnce, more_link)
+from ..base.messages import WarnOnce, refuse
 from ..step.gradients import GradVersions, params_of
 from ..step.loader import by_batch_size
 from ..step.loop import StepLoop, Watch
@@ -45,12 +44,7 @@ def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
         return (has_chunk[1:] & ~has_chunk[:-1]).any()
     encoder = 'fastai.text.models.core.SentenceEncoder'
     encoders = [m for m in model.modules() if encoder in class_names(type(m))]
-    if any(map(leaves_out, encoders)):
-        warn_once('text-chunks', "fastai's SentenceEncoder leaves out the last chunk of a text if an "
-            "earlier text of the batch is too short to have that chunk. So predictions depend on which "
-            "texts share a micro-batch, and this run may differ from the full-batch run. Create the "
-            "DataLoaders with the batch size of a step, and use `ActivationCheckpoint()` instead",
-            AccumulationWarning)
+    if any(map(leaves_out, encoders)): warn_once('text-chunks')
 
 # %% ../../nbs/tell/03_differences.ipynb #look
 class Warnings(Watch):
@@ -100,8 +94,7 @@ def begin_step(self:Warnings, i:int):
     """
     loop = self.loop
     if not loop.acc.run or loop.acc not in loop.learn.cbs:
-        raise RuntimeError(f"{type(loop.acc).__name__} was switched off or removed during an epoch: do "
-            "this in `before_epoch` or `after_epoch` instead" + more_link('middle-of-an-epoch'))
+        raise refuse('middle-of-an-epoch', loop.acc)
     if not loop.step.is_planned: self._more_batches(i)
     self.grads = self.settings = None
     self.n_steps += 1
@@ -152,20 +145,14 @@ def own_backward(self:Warnings, counts:bool, changed:bool):
     RuntimeError: it changed gradients in a way that the loop cannot weigh
     """
     if counts and self.comms: check_left_out(self.loop.processes, self.comms, False)
-    if counts or not changed: return
-    raise RuntimeError("a callback cancels the backward pass and runs its own, but not through "
-        "`learn.loss_grad`, so its gradients would have the wrong weight in the step. In "
-        "`after_cancel_backward`, call `self.learn.loss_grad.backward()`"
-        + more_link('own-backward-pass'))
+    if changed and not counts: raise refuse('own-backward-pass')
 
 @patch
 def take_step(self:Warnings):
     "Warn if callbacks cancelled some of the step's micro-batches"
     n = self.loop.n_left_out
     if not n or not self.joins_batches: return
-    self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} of a step's micro-batches, so "
-        "the step is the mean over the others. The full-batch run would leave out the whole step: to do "
-        "the same, raise `CancelStepException` in `before_step`", AccumulationWarning)
+    self.warn_once('micro-batch-left-out', n)
 
 @patch
 def error(self:Warnings, e:BaseException):
@@ -197,28 +184,14 @@ def _warn_batchnorms(self:Warnings):
     n = loop.micro.n*loop.processes.n if is_synced else loop.micro.n
     is_one = len(bns)==1
     layers = '1 BatchNorm layer normalizes' if is_one else f'{len(bns)} BatchNorm layers normalize'
-    n_here = loop.step.n_here
-    self.warn_once('batchnorm', f"{layers} over the {n} samples of a micro-batch instead of the "
-        f"{loop.step.n_all} samples of a step, so this run differs from the full-batch run. If "
-        f"`bs={n_here}` fits in memory with `ActivationCheckpoint()`, use that instead of "
-        "accumulating. Otherwise, use larger micro-batches and call "
-        f"`learn.recalibrate_bn({n_here})` after training, or freeze a pretrained body with "
-        "`FreezeBN(lambda m: m[0])`", BatchNormWarning)
+    self.warn_once('batchnorm', layers, n, loop.step.n_all, loop.step.n_here)
 
 # %% ../../nbs/tell/03_differences.ipynb #warn-grouping
-@patch
-def _split_remedy(self:Warnings):
-    "Say that batches of the size of a step would help, and how to split them"
-    sizes = self.loop.loader.sizes
-    return ("so this run differs from the full-batch run. Create the DataLoaders with "
-        f"`bs={self.loop.step.n_here}`, and split their batches with `micro_batch_size={sizes.micro_bs}`")
-
 @patch
 def _warn_loader(self:Warnings):
     how = by_batch_size(self.loop.loader.dl)
     if not (how and self.joins_batches): return
-    self.warn_once('loader-order', f"the training {how}, and with batches of {self.loop.step.n_here} it "
-        f"would group the samples differently, {self._split_remedy()}", LoaderWarning)
+    self.warn_once('loader-order', how, self.loop.step.n_here, self.loop.loader.sizes.micro_bs)
 
 @patch
 def _warn_mixing(self:Warnings, cb):
@@ -226,9 +199,8 @@ def _warn_mixing(self:Warnings, cb):
     is_mixer = 'fastai.callback.mixup.MixHandler' in class_names(type(cb))
     mixes_as_fastai = is_mixer and type(cb).before_batch.__module__.startswith('fastai.')
     if not (mixes_as_fastai and cb.run and self.joins_batches): return
-    self.warn_once('mixed-in-micro-batches', f"{type(cb).__name__} mixes the "
-        f"{self.loop.loader.sizes.bs} samples of a loader's batch, not all {self.loop.step.n_here} "
-        f"samples of a step, {self._split_remedy()}", AccumulationWarning)
+    sizes = self.loop.loader.sizes
+    self.warn_once('mixed-in-micro-batches', cb, sizes.bs, self.loop.step.n_here, sizes.micro_bs)
 
 # %% ../../nbs/tell/03_differences.ipynb #warn-hooked
 @patch
@@ -236,10 +208,7 @@ def _warn_hooked(self:Warnings, model):
     hooked = hooked_params(model)
     if not hooked: return
     more = ' (and others)' if hooked[1:] else ''
-    self.warn_once('parameter-hooks', "a hook (`register_hook`) on the parameter "
-        f"{hooked[0]!r}{more} gets the gradient of each micro-batch, not that of the step. Unless the "
-        "hook only multiplies by a constant, this run differs from the full-batch run: clip or "
-        "normalize in `before_step` of a callback instead", AccumulationWarning)
+    self.warn_once('parameter-hooks', more, name=hooked[0])
 
 def _warn_second_optimizer(cb, opt, warn_once):
     "Warn about a callback with its own optimizer and with events that come for each micro-batch"
@@ -247,11 +216,7 @@ def _warn_second_optimizer(cb, opt, warn_once):
     others = [o for o in own if o is not opt and o is not getattr(opt, 'opt', None)]
     says_when = hasattr(cb, 'per_step')
     if says_when or not others or not _per_micro_batch(cb): return
-    warn_once('second-optimizer', f"{type(cb).__name__} has an optimizer of its own, and methods that "
-        "are called for every micro-batch, so this optimizer may step too often. Call its `step` and "
-        "`zero_grad` in `after_batch`, which comes once per step. Or create the DataLoaders with the "
-        "batch size of a step, and use `GradientCache(micro_batch_size=…)` instead of "
-        "`GradientAccumulation`", AccumulationWarning)
+    warn_once('second-optimizer', cb)
 
 # %% ../../nbs/tell/03_differences.ipynb #holds-state
 _module_attrs = vars(nn.Module()).keys()
@@ -280,15 +245,15 @@ def _watch_state(self:Warnings):
     keeps_rows = any(hasattr(m, '_change_hidden') for m in modules)
     instead = '`ActivationCheckpoint()` instead of `GradientAccumulation`'
     if keeps_rows: instead = f'`micro_batch_size={loop.loader.sizes.micro_bs}`'
-    remedy = ("If the state is not needed, call its `reset()` in a callback's `before_batch`. "
-        f"Otherwise, create the DataLoaders with `bs={loop.step.n_here}`, and use {instead}")
+    n_here = loop.step.n_here
     def warn_of_state(m, *_):
         # Check only a module's first call. A text classifier calls its encoder once for each chunk of a
         # text, and the encoder is meant to keep its state between chunks: do not warn of that state.
         is_first_call = m not in called
         called.add(m)
         own = [o for name,o in vars(m).items() if name not in _module_attrs]
-        if is_first_call and any(map(_holds_state, own)): self._warn_state(type(m).__name__, remedy)
+        if is_first_call and any(map(_holds_state, own)):
+            self.warn_once('hidden-state', m, n_here, instead)
     self.hooks = [m.register_forward_pre_hook(warn_of_state) for m in modules]
 
 # %% ../../nbs/tell/03_differences.ipynb #before-split
@@ -298,14 +263,7 @@ def before_part(self:Warnings, parts:BatchParts, n:int):
     if n>self.loop.loader.sizes.bs: self._larger_batch(n)
     if parts.n>n: self._splits_rows(parts.n, n)
     if self.is_first_time('parts') and remembers(parts):
-        self._warn_state('the model', "If the state is not needed, reset it at the beginning of "
-            "`forward`. Otherwise, use `ActivationCheckpoint()` instead of `micro_batch_size=`")
-
-@patch
-def _warn_state(self:Warnings, who, remedy):
-    self.warn_once('hidden-state', f"{who} keeps its state from one micro-batch to the next, while the "
-        "full-batch run keeps it from one step to the next, so this run differs from the full-batch "
-        f"run. {remedy}", StateWarning)
+        self.warn_once('hidden-state/split')
 
 # %% ../../nbs/tell/03_differences.ipynb #steps
 @patch
@@ -315,28 +273,17 @@ def _compare_grads(self:Warnings):
     self.grads = None
     self.done.add('gradients')
     if not n: return
-    self.warn_once('gradients-changed', "between two micro-batches of a step, the gradients of "
-        f"{count_of(n, 'parameter')} were changed or emptied, so this run differs from the full-batch "
-        "run. Move code that clips, calls `zero_grad` or runs a second backward pass to `before_step`, "
-        "when the gradients are complete", AccumulationWarning)
+    self.warn_once('gradients-changed', parameters=count_of(n, 'parameter'))
 
 @patch
 def _added_to_a_sum(self:Warnings):
     "Warn that a callback adds a term to a loss that is a sum over samples"
-    self.warn_once('added-to-a-sum', "a callback adds a term to your summed loss "
-        "(`reduction='sum'`), and the term counts once per step, not once per micro-batch. This is "
-        "right for a penalty on the weights or a mean over samples. If the term is a sum over samples, "
-        "or the callback scales the loss, this run differs from the full-batch run: move that code into "
-        "the loss function")
+    self.warn_once('added-to-a-sum')
 
 @patch
 def _splits_rows(self:Warnings, rows:int, n:int):
     "Warn that callbacks made `rows` rows from a batch of `n` samples, and that these rows are split"
-    self.warn_once('rows-of-a-split-batch', f"callbacks have made {rows} rows of the {n} samples of a "
-        "batch, and `micro_batch_size=` splits the batch row by row. This is right if each row has a "
-        "target and a loss of its own. Otherwise, this run differs from the full-batch run: create the "
-        "DataLoaders with a smaller `bs` instead of passing `micro_batch_size=`, or, if the loss "
-        "compares rows, let it see the whole batch with `GradientCache`", AccumulationWarning)
+    self.warn_once('rows-of-a-split-batch', rows, n)
 
 # %% ../../nbs/tell/03_differences.ipynb #settings
 # events that come for each micro-batch
@@ -361,22 +308,16 @@ def _compare_settings(self:Warnings):
     what = ' and '.join(changed) or 'which parameters are trained (`requires_grad`)'
     is_users = {cb: not type(cb).__module__.startswith(('fastai.','fastaccum.')) for cb in learn.cbs}
     names = ' or '.join(type(cb).__name__ for cb in learn.cbs if is_users[cb] and _per_micro_batch(cb))
-    self.warn_once('changes-within-a-step', f"{names or 'something'} changes {what} between two "
-        "micro-batches of a step, so this run differs from the full-batch run, which has the same value "
-        "for the whole step. `before_batch` comes once per micro-batch: let the callback count steps, "
-        "with `self.train_iter` or in `after_batch`", AccumulationWarning)
+    self.warn_once('changes-within-a-step', callbacks=names or 'something', what=what)
 
 # %% ../../nbs/tell/03_differences.ipynb #loader
 @patch
 def _larger_batch(self:Warnings, n:int):
     "Warn that a batch has `n` samples, more than the loader's batch size"
-    remedy = f'Set `learn.dls.train.bs = {n}`'
     # fastai's DataLoader would put more items into a batch, instead of only reporting another size
     is_fastais = isinstance(getattr(self.loop.loader.dl, 'dl', self.loop.loader.dl), DataLoader)
-    if is_fastais: remedy = 'Add rows in `before_batch` of a callback, not in the DataLoader'
-    self.warn_once('larger-batches', f"a batch has {n} samples (the first dimension of its tensors), "
-        f"but the training loader says {self.loop.loader.sizes.bs}, so an epoch has more steps than the "
-        f"learning rates are planned for. {remedy}")
+    key = 'larger-batches/fastai' if is_fastais else 'larger-batches'
+    self.warn_once(key, n, self.loop.loader.sizes.bs)
 
 @patch
 def _more_batches(self:Warnings, n_steps:int):
@@ -384,7 +325,4 @@ def _more_batches(self:Warnings, n_steps:int):
     # If batches are larger than planned, the steps need fewer of them, so some are left. `larger_batch`
     # has already warned that batches are larger.
     if 'larger-batches' in self.warn_once.given: return
-    self.warn_once('more-batches', "the training loader yields more batches than its `__len__` "
-        f"returns, so learning rates are planned for {n_steps} steps only, and the last step may have "
-        "fewer samples. Let `__len__` return the number of batches in a loader, and the number of "
-        "samples in an IterableDataset")
+    self.warn_once('more-batches', n_steps)

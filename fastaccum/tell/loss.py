@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from fastai.learner import Learner
 from fastai.losses import BaseLoss
 from fastcore.basics import patch
-from ..base.messages import LossWarning, StateWarning, WarnOnce
+from ..base.messages import WarnOnce
 from ..restore.state import ChangedAttrs, ForwardState, uninterrupted
 from ..step.batch import has_rows, leaves, n_samples, samples
 from ..step.mean import ItemCounter, StepMean, TargetCounter
@@ -96,14 +96,6 @@ def _shown(off):
     if isinf(off): return 'the loss of a part is not finite'
     return f"{float(f'{100*off:.2g}'):g}% off in one micro-batch"
 
-# how to find out whether a loss that could not be tested in the fit gives the full-batch run's result
-_check = "call `learn.accum_check(cbs=…)` with the callbacks that you passed to the fit"
-
-def _use_cache(micro):
-    "Return the remedy for a loss that needs all samples of a step at once"
-    return ("create the DataLoaders with `bs` set to the size of a step, and replace "
-        f"`GradientAccumulation` with `GradientCache(micro_batch_size={micro.n})`")
-
 def _items(mean):
     "Name the items over which the loss should be a mean or sum, given the `StepMean`"
     if isinstance(mean.counter.count, TargetCounter): return 'the targets that are not ignored'
@@ -114,30 +106,17 @@ def _items(mean):
 def _warn_not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
     "Warn if the loss is not the mean of its parts' losses; return whether it is not"
     if not probed.wrong: return False
-    if_pairs = f"If it compares samples with each other, {_use_cache(micro)}"
-    if probed.adds_up:
-        remedy = ("The losses of the parts add up to it: if it is meant to be a sum, set "
-            "`learn.loss_func.reduction = 'sum'` before the fit and leave out `n_items=`; if not, use "
-            "`reduction='mean'`")
-    elif mean.is_sum:
-        remedy = ("Its `reduction` is 'sum', so each of its terms must be a sum over samples; if the "
-            f"loss is meant to be a mean, use `reduction='mean'`. {if_pairs}")
-    else:
-        remedy = ("If it averages other items, such as tokens, pass `n_items=`, a function that counts "
-            f"these items; if one of its terms is a sum, turn that term into a mean. {if_pairs}")
     kind = 'sum' if mean.is_sum else 'mean'
-    self.warn_once('loss-not-a-mean', f"your loss is not a {kind} over {_items(mean)} "
-        f"({_shown(probed.off)}), so this run differs from the full-batch run. {remedy}", LossWarning)
+    if probed.adds_up: key = 'loss-not-a-mean/adds-up'
+    else: key = 'loss-not-a-mean/sum' if mean.is_sum else 'loss-not-a-mean'
+    self.warn_once(key, kind, micro.n, items=_items(mean), off=_shown(probed.off))
     return True
 
 @patch
 def _warn_of_state(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn about a loss function that keeps state, such as a count, from one call to the next"
     if not probed.has_state: return False
-    self.warn_once('loss-with-state', "your loss function returned two different values for the same "
-        "predictions and targets, so it keeps something from call to call, such as a running mean. It "
-        "is called once per micro-batch instead of once per step, so this run differs from the "
-        f"full-batch run. To call it once per step, {_use_cache(micro)}", StateWarning)
+    self.warn_once('loss-with-state', micro.n)
     return True
 
 # %% ../../nbs/tell/02_loss.ipynb #loss-not-tried
@@ -149,10 +128,7 @@ def _warn_of_more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
     # in predictions of the shape (time, sample, class), as for CTC loss, a row is a point in time
     has_time_first = learn.pred.shape[1:-1]==(micro.n,)
     if not rows>micro.n>1 or has_time_first: return False
-    self.warn_once('more-rows', f"the loss gets {rows} rows for a micro-batch of {micro.n} samples, as "
-        "when a callback makes several views of each sample, and fastaccum could not check this loss. "
-        "If it compares samples with each other, this run differs from the full-batch run: "
-        f"{_use_cache(micro)}", LossWarning)
+    self.warn_once('more-rows', rows, micro.n)
     return True
 
 @patch
@@ -163,10 +139,7 @@ def _warn_of_failure(self:LossTrials, probed, learn, micro, mean)->bool:
     is_single = (n_samples(learn.yb, micro.n) or micro.n)==1
     if not probed.raised or is_single or not computed_by_loss_func: return False
     kind = 'sum' if mean.is_sum else 'mean'
-    self.warn_once('loss-not-tried', f"fastaccum could not check whether your loss is a {kind} over "
-        f"{_items(mean)}, because the loss of a part of a micro-batch cannot be computed "
-        f"({probed.reason}). If it is not, this run differs from the full-batch run: to find "
-        f"out, {_check}", LossWarning)
+    self.warn_once('loss-not-tried', kind, probed.reason, items=_items(mean))
     return True
 
 # %% ../../nbs/tell/02_loss.ipynb #loss-labels
@@ -177,12 +150,7 @@ def _warn_of_uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
     may_warn = probed.off is None and mean.counter.count is samples and not was_warned
     n = n_samples(learn.yb, micro.n) or micro.n
     if not may_warn or not self._has_uneven_labels(learn, n): return False
-    self.warn_once('loss-not-tried', "fastaccum could not check whether your loss is a mean over "
-        "samples, and samples have different numbers of labels other than -100. If it is a mean over "
-        "labels, as a loss that the model computes usually is, this run differs from the full-batch "
-        "run: pass `n_items=lambda learn: (learn.y!=-100).sum()`, or another function that counts the "
-        f"labels that the loss averages. To find out whether the result is right, {_check}",
-        LossWarning)
+    self.warn_once('loss-not-tried/labels')
     return True
 
 @patch
@@ -306,15 +274,9 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     changes = LossChanges(learn, n, found, self.attrs)
     probed = changes.try_parts(batch, mean.counter)
     if probed.wrong:
-        self.warn_once('changed-loss', f"the loss as changed by {names} is not a mean over "
-            f"{_items(mean)} ({_shown(probed.off)}), so this run differs from the full-batch run. If a "
-            "callback adds a sum over samples, let it add the mean. If it compares samples with each "
-            f"other, {_use_cache(micro)}", LossWarning)
+        self.warn_once('changed-loss', names, micro.n, items=_items(mean), off=_shown(probed.off))
     elif probed.off is None and uses_batch(learn, micro.loss_grad_fn):
-        self.warn_once('changed-loss-not-tried', "fastaccum could not check whether the loss as changed "
-            f"by {names} is a mean over {_items(mean)} ({probed.reason}). If a callback adds "
-            "a sum over samples, or compares samples with each other, this run differs from the "
-            f"full-batch run: to find out, {_check}", LossWarning)
+        self.warn_once('changed-loss-not-tried', names, probed.reason, items=_items(mean))
 
 # %% ../../nbs/tell/02_loss.ipynb #graph
 def graph_nodes(roots:Iterable, until:Iterable=())->set:

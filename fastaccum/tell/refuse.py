@@ -20,7 +20,7 @@ from fastai.callback.training import GradientAccumulation as FastaiGradientAccum
 from fastai.learner import Learner
 from fastcore.foundation import L
 from ..base.arguments import our_callbacks
-from ..base.messages import WarnOnce, more_link
+from ..base.messages import WarnOnce, refuse
 from ..step.processes import Processes, world_size
 from ..step.split import MicroBatchLimit
 
@@ -65,12 +65,9 @@ def _check_one_accumulates(learn):
         where = 'passed to `fit`' if cb in passed else 'on the Learner'
         return f"{owner}'s {type(cb).__name__} ({where})"
     callbacks = ' and '.join(map(described, cbs))
-    keep_one = 'keep one of them'
-    if not all(o in passed for o in cbs):
-        keep_one += (". Remove those on the Learner with `learn.remove_cbs([o for o in learn.cbs if "
-            "o.name=='gradient_accumulation'])`, and pass one as `cbs=`")
-    raise ValueError(f"{len(cbs)} callbacks accumulate gradients, {callbacks}: {keep_one}"
-        + more_link('two-callbacks'))
+    all_passed = all(o in passed for o in cbs)
+    key = 'two-callbacks' if all_passed else 'two-callbacks/on-the-learner'
+    raise refuse(key, callbacks, n=len(cbs))
 
 # %% ../../nbs/tell/00_refuse.ipynb #half-gradients
 def check_half_gradients(learn:Learner):
@@ -78,10 +75,8 @@ def check_half_gradients(learn:Learner):
 
     ValueError: the Learner has a `NonNativeMixedPrecision`
     """
-    if not any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs): return
-    raise ValueError("NonNativeMixedPrecision would add up gradients in half precision, where they are "
-        "rounded and may overflow: replace it with `learn.to_non_native_fp32().to_fp16()`"
-        + more_link('half-precision-gradients'))
+    if any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs):
+        raise refuse('half-precision-gradients')
 
 class RefuseHalfGradients(Callback):
     """Calls `check_half_gradients` when the next fit starts, before a callback casts the model
@@ -107,17 +102,10 @@ def check_learner(learn:Learner):
     _check_one_accumulates(learn)
     check_half_gradients(learn)
     for name,p in learn.model.named_parameters():
-        if not getattr(p, '_post_accumulate_grad_hooks', None): continue
-        raise ValueError(f"the parameter {name!r} has a hook (`register_post_accumulate_grad_hook`), "
-            "which would run with every micro-batch instead of once per step. If an optimizer has set "
-            "it to step in the backward pass, use another optimizer. If the hook is yours, call "
-            "`remove()` on the handle that you got when you registered it"
-            + more_link('steps-in-the-backward-pass'))
+        if getattr(p, '_post_accumulate_grad_hooks', None):
+            raise refuse('steps-in-the-backward-pass', name)
     for name in ('_do_one_batch','_do_grad_opt','one_batch'):
-        if not _is_replaced(learn, name): continue
-        raise ValueError(f"this Learner has its own `{name}`, and fastaccum works only with fastai's: "
-            "move its code into a callback, the model or the loss function"
-            + more_link('own-training-loop'))
+        if _is_replaced(learn, name): raise refuse('own-training-loop', name)
 
 # %% ../../nbs/tell/00_refuse.ipynb #hooked
 def _is_user_hook(hook):
@@ -138,10 +126,7 @@ def check_single(learn:Learner, cls:type):
     ValueError: two or more of these callbacks are switched on
     """
     n = sum(isinstance(o, cls) and o.run for o in learn.cbs)
-    if n>1:
-        raise ValueError(f"{n} {cls.__name__} callbacks are on this Learner, and each would do the same "
-            f"work: keep one of them. `learn.remove_cb({cls.__name__})` removes all that stay on the "
-            "Learner after a fit; then pass one as `cbs=`" + more_link('two-callbacks'))
+    if n>1: raise refuse('two-callbacks/of-a-class', n, cls)
 
 # %% ../../nbs/tell/00_refuse.ipynb #checks
 def per_micro_batch_comms(model:nn.Module, log_steps:bool, train_metrics:bool)->list:
@@ -161,16 +146,11 @@ def check_loaders(loaders:list, comms:list):
     """
     if len(loaders)==1: return
     if min(o.n for o in loaders)<1:
-        raise ValueError("a process has no samples to train on (samples of each process: "
-            f"{', '.join(str(o.n) for o in loaders)}): add samples, lower `bs`, or use fewer processes"
-            + more_link('unequal-loaders'))
+        raise refuse('unequal-loaders/empty', samples=', '.join(str(o.n) for o in loaders))
     are_equal = len({(o.bs,o.micro_bs,ceil(o.n/o.unit)) for o in loaders})==1
     if are_equal or not comms: return
     def text(o): return f'{ceil(o.n/o.micro_bs)} micro-batches of {o.micro_bs} ({o.n} samples)'
-    have = ', '.join(map(text, loaders))
-    raise ValueError(f"the processes have different loaders ({have}), but with {', '.join(comms)} they "
-        "must run equally many micro-batches: give all processes equal loaders, as "
-        "`learn.distrib_ctx()` does" + more_link('unequal-loaders'))
+    raise refuse('unequal-loaders', loaders=', '.join(map(text, loaders)), comms=', '.join(comms))
 
 # %% ../../nbs/tell/00_refuse.ipynb #processes
 def check_wrapped(model:nn.Module):
@@ -180,17 +160,12 @@ def check_wrapped(model:nn.Module):
     """
     if world_size()==1: return
     if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in model.modules()):
-        raise ValueError("DistributedDataParallel with `static_graph=True` exchanges gradients in every "
-            "backward pass, but accumulation has to exchange them once per step: leave out "
-            "`static_graph`"
-            + more_link('static-graph'))
+        raise refuse('static-graph')
 
 def warn_comm_hooks(processes:Processes, warn_once:WarnOnce):
     "Warn if DDP has a communication hook"
     if any(getattr(m, '_comm_hooks', ()) for m in processes.ddps):
-        warn_once('communication-hooks', "the communication hook of your DistributedDataParallel is "
-            "not used, because gradients are exchanged once per step, without the hook. The result is "
-            "right; to avoid this warning, leave out `register_comm_hook`")
+        warn_once('communication-hooks')
 
 def check_processes(processes:Processes, comms:list, limit:MicroBatchLimit|None, warn_once:WarnOnce):
     """Reject settings that do not work on several processes
@@ -201,10 +176,7 @@ def check_processes(processes:Processes, comms:list, limit:MicroBatchLimit|None,
     if processes.n==1: return
     is_uneven = limit is not None and not limit.is_even
     if is_uneven and comms:
-        raise ValueError(f"`micro_batch_size={limit!r}` does not work on several processes with "
-            f"{', '.join(comms)}: {limit.why_uneven}, and the others "
-            "would wait forever. Pass a number, such as half of what `learn.bs_find()` finds in a "
-            "single process" + more_link('auto-on-processes'))
+        raise refuse('auto-on-processes', limit, comms=', '.join(comms))
     warn_comm_hooks(processes, warn_once)
 
 # %% ../../nbs/tell/00_refuse.ipynb #left-out
@@ -218,10 +190,7 @@ def check_left_out(processes:Processes, comms:list, is_left_out:bool):
     if processes.n==1 or not comms: return
     n_left_out = int(processes.sum(int(is_left_out))[0])
     if n_left_out in (0,processes.n): return
-    raise RuntimeError(f"a callback has cancelled a micro-batch on {n_left_out} of {processes.n} "
-        f"processes, which does not work with {', '.join(comms)}: the processes would wait for each "
-        "other forever. Cancel the micro-batch on all processes"
-        + more_link('left-out-on-some'))
+    raise refuse('left-out-on-some', n_left_out, processes.n, comms=', '.join(comms))
 
 # %% ../../nbs/tell/00_refuse.ipynb #search
 def check_search(learn:Learner, name:str, why:str, to_do:str):
@@ -234,10 +203,5 @@ def check_search(learn:Learner, name:str, why:str, to_do:str):
     ValueError: the training loader has no batch
     """
     n = world_size()
-    if n>1:
-        raise RuntimeError(f"`{name}` does not work in {n} processes, because {why}"
-            + more_link('one-process'))
-    if not len(learn.dls.train):
-        raise ValueError(f"the training loader has no batch, so there is nothing to {to_do}: add "
-            "samples, or create the DataLoaders with a smaller `bs` or with `drop_last=False`"
-            + more_link('no-batch'))
+    if n>1: raise refuse('one-process', name, n, why)
+    if not len(learn.dls.train): raise refuse('no-batch/nothing-to-do', to_do)

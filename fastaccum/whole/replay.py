@@ -15,7 +15,7 @@ from fastai.callback.core import Callback
 from torch.autograd.function import Function, once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 from fastcore.basics import patch
-from ..base.messages import StateWarning, more_link
+from ..base.messages import refuse
 from ..restore.state import ForwardState, devices_of
 from ..step.batch import leaves, like_tensor, rebuilt
 from ..step.gradients import GradSums, in_half
@@ -28,11 +28,7 @@ from ..step.split import HiddenRows
 def _refuse(x, n):
     "Raise the error for the output `x` of `n` samples, which cannot be joined with other outputs"
     output = f'tensor of shape {tuple(x.shape)}' if isinstance(x, torch.Tensor) else type(x).__name__
-    raise TypeError(f"the model returned a {output} for a micro-batch of {n} samples, which "
-        "`GradientCache` cannot join with those of other micro-batches: each tensor needs a row for "
-        "each sample, or must be equal for all micro-batches. Let the model return one row per sample, "
-        "such as an embedding, and compute losses and similarities in the loss function"
-        + more_link('no-rows'))
+    raise refuse('no-rows', output, n)
 
 def _has_rows(x, y, nx, ny):
     "Whether the output `x` has a row for each of `nx` samples; `y` is the same output for `ny` samples"
@@ -132,10 +128,7 @@ def run(self:ReplayedForward, start:int, stop:int):
     """
     try: xs = self.division.part(self.args, start, stop)
     except TypeError as e:
-        raise TypeError("the model's inputs cannot be split into micro-batches "
-            f"({str(e).split(':')[0]}): pass `split=f` to `GradientCache`, or to your `AutoSize`, where "
-            "`f(inputs, start, stop, n)` returns the samples from `start` up to, but not including, "
-            "`stop`" + more_link('cannot-be-split')) from e
+        raise refuse('cannot-be-split/inputs', reason=str(e).split(':')[0]) from e
     # copies, because the model may write into its inputs
     copies = (like_tensor(o.clone(), o) if isinstance(o, torch.Tensor) else o for o in leaves(xs))
     return self.model_forward(*rebuilt(xs, copies))
@@ -276,13 +269,9 @@ def backward(self:ReplayedForward, grads:Iterator)->list:
     RuntimeError: the backward pass has already run, or an input or a parameter was changed in place
         since the forward pass
     """
-    if self.is_done:
-        raise RuntimeError("the predictions were back-propagated twice, which `GradientCache` cannot "
-            "do: add up the losses, and call `backward()` once" + more_link('back-propagated-twice'))
+    if self.is_done: raise refuse('back-propagated-twice')
     if any(x._version!=version for x,version in self.versions):
-        raise RuntimeError("a batch or parameter was changed in place after the forward pass, but "
-            "`GradientCache` needs it again in the backward pass: change a copy of the batch, and "
-            "change parameters in `before_step` or later" + more_link('changed-in-place'))
+        raise refuse('changed-in-place/batch')
     grads = [next(grads) if isinstance(x, torch.Tensor) else None for x in self.last_outs]
     self.sums.add()   # move the gradients of the step's earlier batches from `p.grad` to the sums
     self._replay_all(grads)
@@ -335,10 +324,7 @@ def _replay(self:ReplayedForward, i, start, stop, grads):
     has_rows = self.which_have_rows(outs, stop-start)
     for x,g,is_by_row,needs in zip(outs, grads, has_rows, self.needs):
         if not isinstance(x, torch.Tensor) or not x.requires_grad: continue
-        if not needs:
-            raise RuntimeError("an output of the model requires a gradient in one micro-batch but not "
-                "in the last one, so part of the gradient would be lost: in the model's `forward`, "
-                "always detach this output, or never" + more_link('output-sometimes-detached'))
+        if not needs: raise refuse('output-sometimes-detached')
         if g is None: continue
         if is_by_row: pairs.append((x, self.division.rows(g, start, stop)))
         # An output without a row for each sample, such as a temperature, is the same in all
@@ -374,8 +360,4 @@ def _compare(self:ReplayedForward, outs):
         # a wide tolerance: a GPU may add numbers in another order, and layers may enlarge the difference
         tol = 1e-2 if x.dtype.itemsize<4 else 1e-3
         if (a-b).abs().max()<=tol*a.abs().max(): continue
-        return self.cb.warn_once('runs-differ', "`GradientCache` ran the model twice on the same "
-            "samples and got different outputs, so the gradients are wrong. In the model's `forward`, "
-            "draw random numbers only from PyTorch, NumPy or Python's `random`, and use no variable "
-            "that other code changes. If this is impossible, train without `GradientCache`",
-            StateWarning)
+        return self.cb.warn_once('runs-differ')

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from torch import nn
-from ..base.messages import more_link
+from ..base.messages import refuse, text_of
 
 
 # %% ../../nbs/whole/01_segments.ipynb #segment
@@ -155,16 +155,12 @@ def _named_segments(model, modules):
     names = {m:name for name,m in model.named_modules() if name}
     modules = list(dict.fromkeys(modules))
     for m in modules:
-        if m not in names:
-            raise ValueError(f"a {type(m).__name__} in `segments` is not inside this "
-                f"{type(model).__name__}: pass modules of `learn.model`, but not the whole model"
-                + more_link('segments'))
+        if m not in names: raise refuse('segments/outside', m, model)
     res = [Segment(names[m], [m]) for m in modules]
     for a in res:
         for b in res:
             if a is not b and b.modules[0] in a.inside:
-                raise ValueError(f"segment {b.name!r} lies inside segment {a.name!r}: "
-                    "pass only one of the two" + more_link('segments'))
+                raise refuse('segments/nested', inner=b.name, outer=a.name)
     return res
 
 def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)->Segments:
@@ -180,9 +176,7 @@ def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)-
     elif isinstance(segments, list): res = _named_segments(model, segments)
     else: res = list(_outermost(model, matches))
     if res: return Segments(res)
-    choice = '' if segments is None else f', because `segments={segments}` chooses no module'
     names = sorted({type(o).__name__ for o in model.modules() if o is not model and _computes(o)})
-    remedy = 'leave out `segments=`' if choice else 'leave out `ActivationCheckpoint`'
-    if names: remedy += f", or pass `segments=` a class in it that holds layers: {', '.join(names)}"
-    raise ValueError(f"no segments were found in this {type(model).__name__}{choice}: {remedy}"
-        + more_link('segments'))
+    or_pass = text_of('or-pass-a-class', names=', '.join(names)) if names else ''
+    if segments is None: raise refuse('segments/none-found', model, or_pass)
+    raise refuse('segments/none-chosen', model, segments, or_pass)

@@ -9,10 +9,14 @@ folder = root/'examples'
 scripts = sorted(folder.glob('*.py'))
 ours = 'from fastaccum import '
 
-# For each script, a regular expression that must match the last line that it prints
-last_lines = {'01_images.py': r'10 steps of 256 images', '02_text.py': r'perplexity (\S+) .* 8, \1 in whole batches',
-    '03_hugging_face_padding.py': r'validation loss (\d\.\d{3}).* \1', '04_out_of_memory.py': r'loss (\d\.\d{3}).* \1',
-    '05_loss_that_compares_samples.py': r'loss (\d\.\d{3}).* \1', '06_two_gpus.py': r'processes: 2, .* fit: 18',
+# For each script, a regular expression that must match the last line that it prints. The script itself asserts that
+# two losses are close. The digits printed may differ by rounding.
+last_lines = {'01_images.py': r'10 steps of 256 images',
+    '02_text.py': r'perplexity [\d.]+ in micro-batches of 8, [\d.]+ in whole batches of 32',
+    '03_hugging_face_padding.py': r'loss [\d.]+ in micro-batches of 16, [\d.]+ in batches of 64',
+    '04_out_of_memory.py': r'loss [\d.]+ with the memory of 100 samples, [\d.]+ with that of 256',
+    '05_loss_that_compares_samples.py': r'loss [\d.]+ in micro-batches of 32, [\d.]+ in whole batches of 256',
+    '06_two_gpus.py': r'processes: 2, .* fit: 18',
     '07_growing_batch.py': r'47 steps, of 32 samples at first and of 256', '08_check_a_run.py': r'^buffers +exact'}
 
 def test_the_scripts_are_numbered_and_listed():

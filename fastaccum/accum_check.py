@@ -9,8 +9,6 @@ __all__ = ['AccumCheck']
 
 # %% ../nbs/02_accum_check.ipynb #imports
 from dataclasses import dataclass
-from matplotlib.axes import Axes
-from matplotlib import pyplot as plt
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.learner import Learner
@@ -465,22 +463,3 @@ def _rows(self:_Diagnosis, steps):
     if steps: rows.append(self._weights_row())
     # `where` may be an error message of several lines: keep the first, because a row has one line
     return rows.map(lambda o: o._replace(where=o.where.partition('\n')[0]))
-
-# %% ../nbs/02_accum_check.ipynb #plot
-@patch
-def plot(self:AccumCheck)->Axes: # The matplotlib axes
-    "Plot the difference of each parameter's gradient, in the order of the model's parameters"
-    tol = next(o.tol for o in self.rows if o.what=='gradients')
-    _,ax = plt.subplots(figsize=(7, 1+0.16*max(4, len(self.layers))))
-    runs = [('as it trains',self.layers,'tab:red')]
-    if self.remaining: runs.append(('without what was found',self.remaining,'tab:blue'))
-    for label,diffs,color in runs:
-        # a logarithmic axis cannot show 0 and infinity: draw them at its ends
-        xs = [max(min(o, 1e3), 1e-17) for o in diffs.values()]
-        ax.plot(xs, range(len(xs)), 'o', ms=4, color=color, label=label)
-    ax.axvline(tol, color='gray', linestyle=':', label='rounding, at most')
-    ax.set(xscale='log', xlabel='difference of the gradients, relative', yticks=range(len(self.layers)))
-    ax.set_yticklabels([*self.layers], fontsize=7)
-    ax.invert_yaxis()
-    ax.legend(frameon=False, loc='upper left', bbox_to_anchor=(1, 1))
-    return ax

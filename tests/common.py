@@ -264,7 +264,7 @@ def message_calls(tree):
         if isinstance(o, ast.IfExp): return chosen(o.body)|chosen(o.orelse)
         return strings(o)
     for f in ast.walk(tree):
-        if not isinstance(f, (ast.FunctionDef,ast.Lambda)): continue
+        if not isinstance(f, (ast.Module,ast.FunctionDef,ast.Lambda)): continue
         inner = {id(c) for o in ast.walk(f) if isinstance(o, ast.FunctionDef) and o is not f for c in ast.walk(o)}
         own = [o for o in ast.walk(f) if id(o) not in inner]
         for o in own:

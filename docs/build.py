@@ -40,8 +40,8 @@ api_groups = {
     'Check and measure': 'accum_check bs_find accum_find noise_scale',
     'Learning rates, logs and warnings': 'scaled_lr wandb reference/warnings'}
 # the folders of modules that users do not import, in reading order, with their titles in the contributors' menu
-rooms = {'base': 'base: messages, arguments', 'restore': 'restore: put back', 'step': 'step: compute', 'tell': 'tell: refuse and warn',
-    'whole': 'whole: a batch at once', 'check': 'check: compare, explain'}
+rooms = {'base': 'base: messages, arguments', 'restore': 'restore: put back', 'step': 'step: compute',
+    'tell': 'tell: refuse and warn', 'whole': 'whole: a batch at once', 'check': 'check: compare, explain'}
 contribute = ('architecture', 'callbacks', 'testing', 'benchmarks', 'faults_of_fastai')
 order = [*' '.join(menu.values()).split(), *(f'contribute/{nm}' for nm in contribute)]
 # shorter titles for the menu
@@ -369,7 +369,8 @@ def write_pages(src, pages):
         'Each page mixes prose, code, and examples that double as tests.')
     cells = [contents([p for p in mods if not p.folder], Page.functions, lambda p: p.whole)]
     for room,title in rooms.items():
-        cells += [markdown(f'## {title}'), contents([p for p in mods if p.folder==room], Page.functions, lambda p: p.whole)]
+        inside = [p for p in mods if p.folder==room]
+        cells += [markdown(f'## {title}'), contents(inside, Page.functions, lambda p: p.whole)]
     write_page(src, 'modules/index', 'Modules', lede, cells, inner=True)
     for p in pages:
         cells = [markdown(p.imports()), *p.shown(p.cells)]
@@ -382,7 +383,8 @@ def write_pages(src, pages):
             write_page(src, p.name, ', '.join(p.title_names()), p.lede, p.api_cells(), words)
     about = [('Contribute','contribute/index'), *((p.title, p.name) for p in contributing)]
     def listed(folder): return [(p.title, p.whole) for p in mods if p.folder==folder]
-    source = [('Source', [('Modules','modules/index'), *listed('')]), *((title, listed(room)) for room,title in rooms.items())]
+    source = [('Source', [('Modules','modules/index'), *listed('')])]
+    source += [(title, listed(room)) for room,title in rooms.items()]
     return [('', [('For users','index')]), ('', about), *source]
 
 # For tools that read documentation

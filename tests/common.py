@@ -270,5 +270,6 @@ def message_calls(tree):
         for o in own:
             if called(o) not in givers or any(isinstance(a, ast.Starred) for a in o.args): continue
             key,*args = o.args[called(o)=='append_message':]
-            assigned = [a.value for a in own if isinstance(a, ast.Assign) and ast.unparse(a.targets[0])==ast.unparse(key)]
+            assigned = [a.value for a in own
+                if isinstance(a, ast.Assign) and ast.unparse(a.targets[0])==ast.unparse(key)]
             yield o,set().union(*map(chosen, assigned if isinstance(key, ast.Name) else [key])),args

@@ -6,8 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/step/batch.html.md"""
 
 # %% auto #0
 __all__ = ['is_mapping', 'is_nested', 'values', 'has_rows', 'is_list', 'fits_batch', 'n_samples', 'samples', 'batch_device',
-           'is_on', 'even_sizes', 'bounds', 'container_like', 'pick', 'split', 'leaves', 'rebuilt', 'like_tensor',
-           'join']
+           'even_sizes', 'bounds', 'container_like', 'pick', 'split', 'leaves', 'rebuilt', 'like_tensor', 'join']
 
 # %% ../../nbs/step/01_batch.ipynb #imports
 import torch
@@ -89,13 +88,6 @@ def batch_device(learn:Learner)->torch.device|None:
     first = next(learn.model.parameters(), None)
     is_overridden = getattr(learn._set_device, '__func__', None) is not Learner._set_device
     return None if is_overridden or first is None else first.device
-
-def is_on(device:torch.device|None, b:object)->bool:
-    "Whether a batch is a tuple or list of tensors that are all on `device` already"
-    if device is None or type(b) not in (tuple,list): return False
-    for o in b:
-        if not isinstance(o, torch.Tensor) or o.device!=device: return False
-    return True
 
 # %% ../../nbs/step/01_batch.ipynb #split
 def even_sizes(n:int, max_size:int|None)->list:

@@ -6,7 +6,8 @@ Docs: https://fastaccum.github.io/fastaccum/step/split.html.md"""
 
 # %% auto #0
 __all__ = ['HiddenRows', 'Division', 'BatchParts', 'remembers', 'is_close', 'MicroBatchLimit', 'FixedSize', 'AutoSize',
-           'read_micro_batch_size', 'explain_split', 'Failed', 'Retries', 'run_valid_batch', 'run_whole_valid_batch']
+           'read_micro_batch_size', 'MicroBatch', 'explain_split', 'Failed', 'Retries', 'run_valid_batch',
+           'run_whole_valid_batch']
 
 # %% ../../nbs/step/07_split.ipynb #imports
 import torch
@@ -326,6 +327,29 @@ def read_micro_batch_size(o:int|str|MicroBatchLimit, split:Callable=split)->Micr
     if isinstance(o, str) and o=='auto': return AutoSize(split)
     other_kinds = "'auto', an `AutoSize`, a `TokenBudget`, or "
     return FixedSize(check_count('micro_batch_size', o, or_else=other_kinds), split)
+
+# %% ../../nbs/step/07_split.ipynb #micro
+class MicroBatch:
+    """Data of a micro-batch while it runs
+
+    `n` is its number of samples. It is number `i` of the step, after `n_before` samples of this process.
+    """
+    def __init__(self, n:int, i:int, n_before:int, start:int=0, stop:int=0):
+        self.n = n
+        self.i = i
+        self.n_before = n_before
+        self.start = start      # first row of the micro-batch, if the batch is split
+        self.stop = stop        # row after the last row of the micro-batch, if the batch is split
+        # `grad_fn` of the loss that `loss_func` has returned, before a callback adds a penalty
+        self.loss_grad_fn = None
+        self.pred = None        # the model's output, until the backward pass has ended
+        # for each change of the loss by a callback: (callback, event, `grad_fn` of the changed loss)
+        self.loss_changes = []
+        self.has_loss = False   # whether the loss was computed
+        self.share = None       # weight of this micro-batch's loss in the step's mean; `None`: not known yet
+        # whether the micro-batch has run to the end of its backward pass; otherwise, it is left out
+        self.has_run = False
+        self.batch = None       # inputs and targets of the micro-batch, if the Learner's batch is split
 
 # %% ../../nbs/step/07_split.ipynb #explain-split
 @contextmanager

@@ -17,7 +17,8 @@ from ..base.arguments import class_names, our_callback
 from ..base.messages import WarnOnce, refuse
 from ..step.gradients import GradVersions, params_of
 from ..step.loader import by_batch_size
-from ..step.loop import StepLoop, Watch
+from ..step.log import Watch
+from ..step.loop import StepLoop
 from ..step.memory import explain_fixed_size, explain_unsplit
 from ..step.plan import count_of
 from ..step.split import BatchParts, remembers

@@ -180,7 +180,8 @@ def stops_at(event, exc, when):
 @pytest.mark.parametrize('event,i', [('before_batch',2), ('before_batch',0), ('after_batch',1)])
 def test_a_callback_that_ends_an_epoch_by_iter_ends_it_as_in_the_full_batch_run(event, i, exc):
     with collect_warnings() as collected:
-        a,b = both_runs(n=64, cbs=lambda: [stops_at(event, exc, lambda l: l.iter==i)], fit=lambda l,cbs: l.fit(2, .1, cbs=cbs))
+        a,b = both_runs(n=64, cbs=lambda: [stops_at(event, exc, lambda l: l.iter==i)],
+            fit=lambda l,cbs: l.fit(2, .1, cbs=cbs))
     assert not collected and deviation(weights(a), weights(b))<1e-9 and a.train_iter==b.train_iter
 
 # Micro-batches and backward passes that callbacks cancel

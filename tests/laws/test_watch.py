@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from fastai.callback.core import CancelBatchException
 from fastai.vision.all import accuracy
 from fastaccum import GradientAccumulation, accumulation
-from fastaccum.step.loop import Watch
+from fastaccum.step.log import Watch
 from fastaccum.testing import both_runs, deviation, toy
 from common import CallAt, CpuLossScaling, collect_warnings, pick_cases, weights
 
@@ -23,8 +23,9 @@ def cancel_some(learn):
     if learn.x[0,0]>0.5: raise CancelBatchException
 
 # runs that are warned of, or that callbacks make special
-kinds = dict(plain={}, tokens=dict(tokens=True), compares=dict(loss_func=compares_samples), split=dict(bs=16,
-    acc=dict(micro_batch_size=4)), rows=dict(acc=dict(log_accum_batch=False)), scaled=dict(cbs=lambda: [CpuLossScaling()]),
+kinds = dict(plain={}, tokens=dict(tokens=True), compares=dict(loss_func=compares_samples),
+    split=dict(bs=16, acc=dict(micro_batch_size=4)), rows=dict(acc=dict(log_accum_batch=False)),
+    scaled=dict(cbs=lambda: [CpuLossScaling()]),
     cancelled=dict(cbs=lambda: [CallAt('after_loss', cancel_some)]),
     penalty=dict(cbs=lambda: [sweep.penalty()]))
 

@@ -24,11 +24,6 @@ from ..step.memory import is_out_of_memory
 
 
 # %% ../../nbs/check/00_compare.ipynb #sizes
-def _fit_sizes(n, micro):
-    "Return the sizes of the micro-batches of `micro` samples into which a fit divides a step of `n`"
-    n_full,rest = divmod(n, micro)
-    return [micro]*n_full+[rest] if rest else [micro]*n_full
-
 def part_sizes(n:int, most:int|None=None)->list[int]:
     "Divide `n` samples into parts of unequal sizes, with at most `most` samples each; return the sizes"
     if most is None or most>=n:
@@ -39,8 +34,20 @@ def part_sizes(n:int, most:int|None=None)->list[int]:
     # If the rest is 0, all parts are equal, which hides a wrong weighting of the parts. If it is 1, the
     # last part is a single sample, which BatchNorm refuses. In both cases, divide the last `most+rest`
     # samples into two or three unequal parts.
-    if rest<2 and most>2: return [most]*(n_full-1)+part_sizes(most+rest)
-    return _fit_sizes(n, most)
+    if rest<2 and most>2:
+        n_full,rest = n_full-1,most+rest
+        return [most]*n_full+part_sizes(rest)
+    return [most]*n_full+[rest] if rest else [most]*n_full
+
+def _sizes_to_try(n, most, of_fit=False):
+    "Return lists of part sizes in the order to try them; with `of_fit`, the sizes of the fit come first"
+    n_full,rest = divmod(n, most)
+    equal = [[most]*n_full+[rest] if rest else [most]*n_full, even_sizes(n, most)]
+    res = [*equal,part_sizes(n, most)] if of_fit else [part_sizes(n, most),*equal]
+    if n%4==0: res.append([n//2,n//4,n//4])
+    if n%2==0: res.append([n//2,n//2])
+    different = [o for i,o in enumerate(res) if len(o)>1 and max(o)<=most and o not in res[:i]]
+    return different or res[:1]
 
 # %% ../../nbs/check/00_compare.ipynb #taken
 def _on_cpu(t):
@@ -152,9 +159,9 @@ class Compare:
         self.wholes = [b for b in batches if n_samples(b, self.n)==self.n]
         loader_bs = size_of(run.dl)
         self.most = micro or min(loader_bs or self.n, self.n)   # the most samples in a part
-        has_micro_batches = micro is not None and micro<self.n
-        # the samples in each part
-        self.sizes = _fit_sizes(self.n, micro) if has_micro_batches else part_sizes(self.n, self.most)
+        # lists of part sizes, in the order in which `whole_and_parts` tries them until a fit succeeds
+        self.to_try = _sizes_to_try(self.n, self.most, micro is not None)
+        self.sizes = self.to_try[0]   # the samples in each part: the element of `to_try` in use
         self.why = ''                 # why the whole batch and its parts cannot be compared, in words
 
     def fit(self, in_parts:bool, wholes:list, cbs:list, sizes:list|None=None, **kwargs:object)->object:
@@ -212,23 +219,35 @@ def _describe_failure(e, learn, on):
 # %% ../../nbs/check/00_compare.ipynb #both-runs
 @patch
 def _try_step(self:Compare, in_parts):
-    "Run `step`; if it fails, set `why` to a description of the error and return `None`"
+    "Run `step`; if it fails twice, set `why` to a description of the error and return `None`"
     try: return self.step(in_parts)
     except Exception as e:
-        # The message of an error of fastaccum names a remedy, so raise it again. If only the parts fail,
-        # the table shows the error, because a fit on whole batches may still run.
-        is_ours_for_whole = not in_parts and more_link('') in str(e)
+        is_ours = more_link('') in str(e)
+        # If `e` is an error of fastaccum, raise it again, because its message names a remedy. For parts,
+        # do not raise it, because `whole_and_parts` tries other sizes of parts, which may work.
+        is_ours_for_whole = is_ours and not in_parts
         if is_out_of_memory(e) or is_ours_for_whole: raise
+        try: self.step(in_parts)
+        except Exception: pass
+        # the second try with the same sizes worked, so the sizes are not the cause: raise the first error
+        else: raise
         on = 'a part of the batch' if in_parts else 'the whole batch'
-        self.why = _describe_failure(e, self.run.learn, on)
+        self.why = self.why or _describe_failure(e, self.run.learn, on)
 
 @patch
 def whole_and_parts(self:Compare)->tuple:
-    "Run a step on the whole batch and a step in parts; return both, or `None` for a step that failed"
+    "Run a step on the whole batch, and in parts of the first sizes that work; a failed run is `None`"
     whole = self._try_step(in_parts=False)
     if self.n<2 and not self.why: self.why = 'the batch has a single sample, which cannot be split'
-    parts = None if self.why else self._try_step(in_parts=True)
-    return whole,parts
+    if whole is None or self.n<2: return whole,None
+    for sizes in self.to_try:
+        self.sizes = sizes
+        parts = self._try_step(in_parts=True)
+        if parts is None: continue
+        self.why = ''
+        return whole,parts
+    self.sizes = self.to_try[0]
+    return whole,None
 
 # %% ../../nbs/check/00_compare.ipynb #train
 def _weights(learn):
@@ -245,6 +264,8 @@ def train_both_ways(self:Compare)->tuple:
     start = _weights(self.run.learn)
     n_parts = max(2, -(-self.n//self.most))
     sizes = even_sizes(self.n, -(-self.n//n_parts))
+    first_sizes_failed = self.sizes!=self.to_try[0]
+    if first_sizes_failed: sizes = self.sizes   # the sizes with which `whole_and_parts` succeeded
     def train(in_parts):
         count = CountSteps()
         moved = self.fit(in_parts, self.wholes, [count], sizes, lr=None, after=_weights)-start

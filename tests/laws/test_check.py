@@ -126,6 +126,9 @@ class Queue(Callback):
     "Fails unless 32 is a multiple of the batch size, as a queue of 32 embeddings may"
     def before_batch(self): assert 32%len(self.y)==0, 'a queue of 32'
 def memory_for(cap): return CallAt('before_batch', lambda learn: raise_oom_above(cap)(len(learn.y)), run_valid=True)
+def fails_unless(*sizes):
+    "Return a callback that raises a ZeroDivisionError unless the batch has one of these sizes"
+    return CallAt('before_batch', lambda learn: 1/(len(learn.y) in sizes))
 
 @pytest.mark.parametrize('bs,cbs,kwargs,parts', [
     (8, lambda: [acc(32)], {}, [8]*4), (8, lambda: [acc(20)], {}, [8]*3), (8, lambda: [acc(1000)], {}, [8]*8+[6]),
@@ -135,12 +138,13 @@ def memory_for(cap): return CallAt('before_batch', lambda learn: raise_oom_above
     (8, lambda: [acc(32),cached()], {}, [8]*4), (8, lambda: [acc(32)], dict(accum_bs=16), [8]*2),
     (12, lambda: [acc(12)], {}, [6,4,2]), (12, list, {}, [6,4,2]), (12, list, dict(accum_bs=20), [12,8]),
     (6, list, {}, [4,2]), (16, list, {}, [8,5,3]), (8, list, dict(accum_bs=32), [8,8,8,5,3]),
-    (8, lambda: [acc(16),Queue(),mean_penalty()], {}, [8]*2)])
+    (16, lambda: [Queue(),mean_penalty()], {}, [8,4,4]), (40, lambda: [acc(70),fails_unless(70, 35)], {}, [35]*2)])
 def test_the_check_compares_the_sizes_of_training(bs, cbs, kwargs, parts):
     """If a callback accumulates, the check compares a whole step with the micro-batches of this step
 
     Without such a callback, or if a step is one micro-batch, the check cuts the batch into parts of
-    unequal sizes: with equal sizes, a mean of means would be right by chance.
+    unequal sizes: with equal sizes, a mean of means would be right by chance. If a callback fails with
+    these sizes, it tries other sizes.
     """
     batch_sizes = []
     note = CallAt('before_batch', lambda learn: batch_sizes.append(len(learn.y)))
@@ -379,7 +383,6 @@ def loss_of_views(p, y): return contrastive(*p.chunk(2)[:1], y)+F.mse_loss(*p.ch
 
 @pytest.mark.parametrize('make,who', [(lambda: with_layers(OnlyBatchesOf12()),'OnlyBatchesOf12 fails.*size'),
     (lambda: toy(12, cbs=CallAt('before_batch', lambda l: 1/(len(l.y)//12))),'CallAt.*zero'),
-    (lambda: toy(16, cbs=Queue()),'Queue fails on a part of the batch.*a queue of 32'),
     (lambda: on_loader(DataLoader(data, bs=12, create_batch=boxed), loss_func=lambda p,t: F.cross_entropy(p, t.y)),
         'Target'), (lambda: toy(4, cbs=[acc(12),CallAt('before_batch', lambda l: 1/(len(l.y)<9), run_valid=True)]),
         'CallAt fails on the whole batch.*zero')])
@@ -396,6 +399,14 @@ def test_generator_and_critic_of_a_gan_are_checked():
         if learn.gan_trainer.gen_mode and len(learn.x)<8: learn.loss_grad = learn.loss_grad*2
     learn = make_application('wgan')
     assert check(learn).ok and 'callbacks' in failed_rows(check(learn, cbs=CallAt('after_loss', wrong)))
+
+def test_an_error_that_does_not_repeat_is_raised():
+    heard = []
+    def fail(learn):
+        heard.append(len(learn.y))
+        # the check runs the whole batch first, then parts
+        if len(heard)==3: raise ZeroDivisionError('planted')
+    with pytest.raises(ZeroDivisionError): check(toy(12, cbs=CallAt('before_batch', fail)))
 
 @pytest.mark.parametrize('layers', [[nn.Tanh],[lambda: nn.BatchNorm1d(6)]])
 def test_a_callback_that_makes_more_rows_than_samples_is_named(layers):

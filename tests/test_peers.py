@@ -60,7 +60,7 @@ def tables(page, ids):
 @pytest.mark.parametrize('page,ids', [
     ('about/compared','summary tiny real lightning'.split()),
     ('contribute/benchmarks','setup scripts right fast rates exchange'.split()),
-    ('guides/out_of_memory',('measured',)), ('12_token_budget',('measured',)),
+    ('guides/out_of_memory',('measured',)), ('11_token_budget',('measured',)),
     ('about/works_with',('outcome','set-ups'))])
 def test_the_tables_on_pages_are_those_of_the_saved_results(page, ids, monkeypatch):
     "If this fails after a new measurement, run `make page PAGE=…` to save the new tables"

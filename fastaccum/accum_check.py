@@ -17,7 +17,6 @@ from fastcore.foundation import L
 from torch.nn.modules.batchnorm import _BatchNorm
 from .accumulation import GradientAccumulation
 from .cache import check_cached
-from .checkpoint import unwrapped
 from .base.arguments import check_count, our_callback
 from .base.messages import refuse, text_of
 from .check.causes import (FirstBatchProbe, Row, callbacks_to_try, describe_modules,
@@ -27,9 +26,9 @@ from .restore.dry_run import DryRun
 from .step.batch import split
 from .step.loader import by_batch_size, n_of, resizable, size_of
 from .step.memory import free_memory, is_out_of_memory
+from .tell.differences import remedy_of
 from .tell.refuse import check_learner, check_search, hooked_params
-from .whole.segments import find_segments
-
+from .whole.segments import find_segments, unwrapped
 
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
@@ -320,21 +319,20 @@ def _difference_without(self:_Diagnosis, freeze, reset, cbs=()):
 @patch
 def _loss_row(self:_Diagnosis):
     "Return the table's row for the loss"
-    probe,tol = self.probe,self.tol
-    if self.setup.loss_gets_whole: return Row('loss', 0., tol)
-    if self.rest_off is not None and self.rest_off<=tol:
-        # The gradients agree, so micro-batches of `self.sizes` give the whole batch's loss. But if
-        # `hidden_loss` is not 0, micro-batches of unequal sizes would give another loss.
-        row = Row('loss', self.rest_off, tol)
-        if probe.hidden_loss:
-            row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')
-    elif probe.n_rows!=probe.n:
-        row = Row('loss', None, tol, f'the model gets {probe.n_rows} rows for {probe.n} samples')
-    else: row = Row('loss', probe.loss_off, tol, probe.loss_why)
-    if row.off is None or row.ok: return row
-    n_items = '`n_items=`, a function that counts the items that the loss is a mean over'
-    return row._replace(remedy=f"{n_items}; {self.cache_remedy}; `reduction='mean'` in each term; "
-        "or `learn.loss_func.reduction = 'sum'` if the whole loss is meant to be a sum")
+    loss,tol = self.probe.loss,self.probe.loss_tol
+    if self.setup.loss_gets_whole: return Row('loss', 0., self.tol)
+    gradients_agree = self.rest_off is not None and self.rest_off<=self.tol
+    if loss.kind=='wrong' and loss.cause in ('loss','state') and not (gradients_agree and self.cbs):
+        where = 'in micro-batches of unequal sizes' if gradients_agree else ''
+        return Row('loss', loss.off, tol, where, self._loss_remedy())
+    if gradients_agree: return Row('loss', self.rest_off, self.tol)
+    return Row('loss', None if loss.reason else 0., tol, loss.reason)
+
+@patch
+def _loss_remedy(self:_Diagnosis):
+    "Return the remedy that the trial of the loss has found"
+    loss,n = self.probe.loss,self.compare.most
+    return remedy_of(loss, False, n) if loss.remedy else text_of('remedy/cache', n)
 
 # %% ../nbs/02_accum_check.ipynb #rows-predictions
 def _in_one_cell(*texts):
@@ -395,9 +393,10 @@ def _callbacks_row(self:_Diagnosis):
     if self.cbs:
         names = ', '.join(type(o).__name__ for o in self.cbs)
         remedy = f'{self.split_remedy}, if only batches are changed, as by MixUp; or {self.cache_remedy}'
+        if self.probe.loss.names: remedy = self._loss_remedy()
         return Row('callbacks', self.frozen_off, tol, names, remedy)
     names = [type(o).__name__ for o in self.needed if not type(o).__module__.startswith('fastai.')]
-    has_other_cause = not self.probe.agree or (self.probe.loss_off or 0.)>tol
+    has_other_cause = not self.probe.agree or self.probe.loss.cause=='loss'
     if names and self.rest_off>tol and not has_other_cause:
         names = ', '.join(names)
         return Row('callbacks', None, tol, f'the step fails without {names}')
@@ -424,7 +423,7 @@ def _gradients_row(self:_Diagnosis):
     if self.remaining:
         rest = f'exact ({self.rest_off:.0e})' if self.rest_off<=tol else f'off by {self.rest_off:.1g}'
         where += f'; without the causes above: {rest}'
-    has_cause = not probe.agree or self.cbs or (probe.loss_off or 0.)>tol
+    has_cause = not probe.agree or self.cbs or probe.loss.cause=='loss'
     if has_cause or self.rest_off<=tol: return row._replace(where=where)
     hooked = hooked_params(self.model)
     if hooked:

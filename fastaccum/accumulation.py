@@ -25,8 +25,8 @@ from .step.loader import OneBatchLoader, Step, drops_last, sizes_of
 from .step.loop import CurrentStep, StepLoop
 from .step.plan import LoaderSizes, Plan, Position, count_of
 from .step.processes import Processes, keep_in_memory
-from .step.split import (MicroBatchLimit, read_micro_batch_size, run_valid_batch,
-    run_whole_valid_batch)
+from .step.split import MicroBatchLimit, read_micro_batch_size
+from .step.valid import run_valid_batch, run_whole_valid_batch
 from .tell.differences import Warnings
 from .tell.refuse import (RefuseHalfGradients, check_learner, check_loaders, check_processes,
     check_wrapped, per_micro_batch_comms)

@@ -20,11 +20,10 @@ from .step.batch import n_samples, split
 from .step.loader import size_of
 from .step.processes import Processes, check_not_sharded, world_size
 from .step.split import MicroBatchLimit, read_micro_batch_size
-from .tell.differences import batchnorms, warn_chunks
-from .tell.loss import graph_nodes
+from .tell.differences import warn_chunks
 from .tell.refuse import check_learner, check_single, check_wrapped, warn_comm_hooks
+from .tell.trial import batchnorms
 from .whole.replay import ReplayedForward
-
 
 # %% ../nbs/03_cache.ipynb #cb
 class GradientCache(PatchingCallback):
@@ -155,13 +154,23 @@ def _forward(self:GradientCache, *args, **kwargs):
     return call.forward()
 
 # %% ../nbs/03_cache.ipynb #kept
+def _graph_nodes(roots):
+    "Collect the nodes of an autograd graph, except for leaves, from the nodes `roots` back to its inputs"
+    todo,seen = [o for o in roots if o is not None],set()
+    while todo:
+        node = todo.pop()
+        if node in seen or hasattr(node, 'variable'): continue
+        seen.add(node)
+        todo += [o for o,_ in node.next_functions if o is not None]
+    return seen
+
 def _check_kept(call, loss_grad):
     """Reject a loss that uses activations of the model besides its predictions
 
     RuntimeError: the graph of the loss reaches into the model
     """
     outs = [o.grad_fn for o in call.last_outs or () if isinstance(o, torch.Tensor)]
-    if not graph_nodes([loss_grad.grad_fn]) & graph_nodes(outs): return
+    if not _graph_nodes([loss_grad.grad_fn]) & _graph_nodes(outs): return
     raise refuse('kept-activations')
 
 @patch

@@ -16,10 +16,12 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from random import Random
+from threading import Event
 from torch.nn import functional as F
 from fastai.vision.all import AMPMode, Callback, MixedPrecision, Module
 from torch.amp import GradScaler, autocast
 from torch.utils.data import TensorDataset
+from fastaccum.base.messages import catalogue
 from fastaccum.testing import toy_data
 
 # Choosing cases
@@ -114,14 +116,17 @@ class RaiseAt(Callback):
     "Raises `exc` once: at `event`, after `event` has passed `skip` times without an error"
     def __init__(self, event, exc, order, skip=0):
         self.order,self.exc,self.skip,self.n_heard = order,exc,skip,0
+        self.has_raised = Event()   # a trial of the loss restores numbers and lists, but not this
         setattr(self, event, lambda: self.hear())
     def hear(self):
         self.n_heard += 1
-        if self.n_heard==self.skip+1: raise self.exc('planted')
+        if self.n_heard!=self.skip+1: return
+        self.has_raised.set()
+        raise self.exc('planted')
     @property
     def raised(self):
         "Whether the exception was raised"
-        return self.n_heard>self.skip
+        return self.has_raised.is_set()
 
 # Mixed precision on a CPU; fastai's `MixedPrecision` does nothing on a CPU
 
@@ -255,10 +260,13 @@ def called(o):
 def message_calls(tree):
     """Yield each call that gives a message, with the keys that it may have and the arguments after the key
 
-    The key is a string, or a name to which the function assigns strings. In base/messages.py, functions pass their
+    The key is a string, a string such as 'remedy/' to which the rest is added, or a name to which the function
+    assigns strings. In base/messages.py, functions pass their
     own arguments on; these calls have a starred argument, and are left out.
     """
-    def strings(o): return {c.value for c in ast.walk(o) if isinstance(c, ast.Constant) and isinstance(c.value, str)}
+    def strings(o):
+        found = {c.value for c in ast.walk(o) if isinstance(c, ast.Constant) and isinstance(c.value, str)}
+        return {k for s in found for k in ([o for o in catalogue if o.startswith(s)] if s.endswith('/') else [s])}
     def chosen(o):
         "The strings that the expression may have as its value, without those of a condition"
         if isinstance(o, ast.IfExp): return chosen(o.body)|chosen(o.orelse)

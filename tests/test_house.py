@@ -8,8 +8,8 @@ root = Path(__file__).resolve().parent.parent
 lib,most_modules,most_lines,longest_chain = root/'fastaccum',36,500,8
 # the folders from the ground up, and on each floor the folders from which it may import; the top floor
 # has the modules that users import
-floors = {'base': '', 'restore': 'base', 'step': 'base restore', 'tell': 'base restore step',
-    'whole': 'base restore step', 'check': 'base restore step tell whole'}
+floors = {'base': '', 'restore': 'base', 'step': 'base restore', 'whole': 'base restore step',
+    'tell': 'base restore step whole', 'check': 'base restore step tell whole'}
 # optional packages: only the named module may import a package, and no module may import one with None
 only_in = {'wandb': 'wandb.py'} | dict.fromkeys(('tensorboard','accelerate','PIL','transformers','timm'))
 

@@ -504,28 +504,33 @@ add_messages("""
 
 # %% ../../nbs/base/00_messages.ipynb #losses
 add_messages("""
-[loss-not-a-mean] LossWarning: {not-a-mean} If it averages other items, such as tokens, pass `n_items=`,
-    a function that counts these items; if one of its terms is a sum, turn that term into a mean.
-    {if-it-compares}
-[loss-not-a-mean/sum] LossWarning: {not-a-mean} Its `reduction` is 'sum', so each of its terms must be a
-    sum over samples; if the loss is meant to be a mean, use `reduction='mean'`. {if-it-compares}
-[loss-not-a-mean/adds-up] LossWarning: {not-a-mean} The losses of the parts add up to it: if it is meant
-    to be a sum, set `learn.loss_func.reduction = 'sum'` before the fit and leave out `n_items=`; if not,
-    use `reduction='mean'`
-[not-a-mean] Phrase: your loss is not a {kind} over {items} ({off}), so this run differs from the
-    full-batch run.
-[if-it-compares] Phrase: If it compares samples with each other, {use-cache}
+[loss-not-a-mean] LossWarning: your loss is not a {not-a-mean}
+[changed-loss] LossWarning: the loss as changed by {names} is not a {not-a-mean}
+[not-a-mean] Phrase: {kind} over {items}: the loss of a micro-batch is {off} off that of its parts. So
+    gradients are off as well, and the run ends with other weights than the full-batch run. {remedy}
+[remedy/n-items] Phrase: Pass `n_items={code}`, which makes it right
+[remedy/no-n-items] Phrase: Leave out `n_items=`: it is a mean over samples
+[remedy/mean] Phrase: It is a mean over samples: set `learn.loss_func.reduction = 'mean'`
+[remedy/sum] Phrase: The losses of the parts add up to it: if it is meant to be a sum, set
+    `learn.loss_func.reduction = 'sum'` before the fit and leave out `n_items=`; if not, use
+    `reduction='mean'`
+[remedy/other-items] Phrase: If it averages other items, such as tokens, pass `n_items=`, a function that
+    counts these items; if one of its terms is a sum, turn that term into a mean.
+[remedy/terms-of-a-sum] Phrase: Its `reduction` is 'sum', so each of its terms must be a sum over samples;
+    if the loss is meant to be a mean, use `reduction='mean'`.
+[remedy/cache] Phrase: {use-cache}
+[remedy/checkpoint] Phrase: create the DataLoaders with `bs` set to the size of a step, and replace
+    `GradientAccumulation` with `fastaccum.ActivationCheckpoint()`
+[remedy/smaller-step] Phrase: no callback helps: make a step one batch of the loader, with a smaller
+    `accum_bs`
+[samples-see-each-other] LossWarning: the model's predictions for a sample depend on the other samples of
+    its micro-batch: the loss of a micro-batch is {off} off that of its parts. So gradients are off as
+    well, and the run ends with other weights than the full-batch run. {remedy}
 [use-cache] Phrase: create the DataLoaders with `bs` set to the size of a step, and replace
     `GradientAccumulation` with `GradientCache(micro_batch_size={n})`
 [run-accum-check] Phrase: call `learn.accum_check(cbs=…)` with the callbacks that you passed to the fit
-[loss-not-tried] LossWarning: fastaccum could not check whether your loss is a {kind} over {items},
-    because the loss of a part of a micro-batch cannot be computed ({reason}). If it is not, this run
-    differs from the full-batch run: to find out, {run-accum-check}
-[loss-not-tried/labels] LossWarning: fastaccum could not check whether your loss is a mean over samples,
-    and samples have different numbers of labels other than -100. If it is a mean over labels, as a loss
-    that the model computes usually is, this run differs from the full-batch run: pass `n_items=lambda
-    learn: (learn.y!=-100).sum()`, or another function that counts the labels that the loss averages. To
-    find out whether the result is right, {run-accum-check}
+[loss-not-tried] LossWarning: fastaccum could not check whether a micro-batch in parts has the same loss
+    ({reason}). If it has not, this run differs from the full-batch run: to find out, {run-accum-check}
 [loss-with-state] StateWarning: your loss function returned two different values for the same predictions
     and targets, so it keeps something from call to call, such as a running mean. It is called once per
     micro-batch instead of once per step, so this run differs from the full-batch run. To call it once
@@ -534,19 +539,6 @@ add_messages("""
 
 # %% ../../nbs/base/00_messages.ipynb #items
 add_messages("""
-[more-rows] LossWarning: the loss gets {rows} rows for a micro-batch of {n} samples, as when a callback
-    makes several views of each sample, and fastaccum could not check this loss. If it compares samples
-    with each other, this run differs from the full-batch run: {use-cache}
-[changed-loss] LossWarning: the loss as changed by {names} is not a mean over {items} ({off}), so this
-    run differs from the full-batch run. If a callback adds a sum over samples, let it add the mean.
-    {if-it-compares}
-[changed-loss-not-tried] LossWarning: fastaccum could not check whether the loss as changed by {names} is
-    a mean over {items} ({reason}). If a callback adds a sum over samples, or compares samples with each
-    other, this run differs from the full-batch run: to find out, {run-accum-check}
-[added-to-a-sum] UserWarning: a callback adds a term to your summed loss (`reduction='sum'`), and the
-    term counts once per step, not once per micro-batch. This is right for a penalty on the weights or a
-    mean over samples. If the term is a sum over samples, or the callback scales the loss, this run
-    differs from the full-batch run: move that code into the loss function
 [targets-not-counted] TypeError: the loss function has an `ignore_index`, but the target is a {y!t} and
     not a tensor, so fastaccum cannot count the targets: pass `n_items=`, a function of the Learner that
     returns {counted} of the targets that are not ignored
@@ -570,6 +562,10 @@ add_messages("""
     callback's `before_batch`. Otherwise, create the DataLoaders with `bs={n_here}`, and use {instead}
 [hidden-state/split] StateWarning: the model {keeps-its-state} If the state is not needed, reset it at
     the beginning of `forward`. Otherwise, use `ActivationCheckpoint()` instead of `micro_batch_size=`
+[changed-buffer] StateWarning: a forward pass changes `{names}` of the model, so micro-batches change it
+    more often than the steps of the full-batch run, and this run differs from that run. Create the
+    DataLoaders with `bs` set to the size of a step, and replace `GradientAccumulation` with
+    `fastaccum.ActivationCheckpoint()`
 [keeps-its-state] Phrase: keeps its state from one micro-batch to the next, while the full-batch run
     keeps it from one step to the next, so this run differs from the full-batch run.
 [text-chunks] AccumulationWarning: fastai's SentenceEncoder leaves out the last chunk of a text if an

@@ -20,13 +20,10 @@ from fastcore.basics import patch
 from torch import nn
 from .compare import Compare, part_sizes, relative_diff
 from ..restore.dry_run import DryRun
-from ..restore.state import ForwardState, QuietCallback
+from ..restore.state import ChangedAttrs, ForwardState, QuietCallback
 from ..step.batch import bounds, leaves, n_samples
-from ..step.mean import ItemCounter
 from ..step.memory import is_out_of_memory
-from ..tell.differences import batchnorms
-from ..tell.parts import Part
-
+from ..tell.trial import Trial, Verdict, batchnorms
 
 # %% ../../nbs/check/01_causes.ipynb #watch
 def _tensors(o): return [t for t in leaves(o) if isinstance(t, torch.Tensor)]
@@ -132,42 +129,18 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
         frozen[:] = [m for m in frozen if m not in inside]+new
     return first_diff,False
 
-# %% ../../nbs/check/01_causes.ipynb #look
-def _loss_grads(learn, n, counter, start, stop):
-    "Return digests of the loss's gradient for samples `start` to `stop`, and their number of loss items"
-    part = Part(learn, n, lambda o: o[start:stop])
-    preds = [t for t in _tensors(part.pred) if t.is_floating_point()]
-    # fastai's tensors refuse `requires_grad_` if they require gradients already
-    for t in preds:
-        if not t.requires_grad: t.requires_grad_()
-    loss = part.loss_func(part.pred, *part.yb)
-    # if the loss is a sum, `_loss_difference` ignores the number of items
-    n_items = 1 if counter.is_sum else counter(part, stop-start)
-    grads = torch.autograd.grad(loss.mean(), preds, allow_unused=True)
-    digests = [torch.zeros(len(t), 2) if g is None else _digest(g) for t,g in zip(preds, grads)]
-    return digests,float(n_items)
-
-def _loss_difference(learn, n, counter, sizes):
-    "Return the relative difference between the loss gradients of the whole batch and of weighted parts"
-    whole,_ = _loss_grads(learn, n, counter, 0, n)
-    parts,ns = zip(*(_loss_grads(learn, n, counter, *o) for o in bounds(sizes)))
-    weights = [1. if counter.is_sum else o/sum(ns) for o in ns]
-    # the loss of a part without items may be 0/0, with gradients of NaN: put zeros in their place
-    parts = [[w*g if w else torch.zeros_like(g) for g in grads] for w,grads in zip(weights, parts)]
-    return max(map(relative_diff, whole, map(torch.cat, zip(*parts))), default=0.)
-
 # %% ../../nbs/check/01_causes.ipynb #first
 # data type -> the largest relative difference that counts as rounding
 tolerances = {torch.float64:1e-7, torch.float32:1e-3, torch.float16:1e-2, torch.bfloat16:5e-2}
 
 class FirstBatchProbe(QuietCallback):
-    "Runs the model (unless `loss_only`) and the loss on parts of the first batch, then ends the fit"
+    "Runs the model (unless `loss_only`) on parts of the first batch, tries the loss, and ends the fit"
     order,run_valid = 1000,False   # after all callbacks that change the batch
     def __init__(self, n:int, sizes:list[int], split:Callable, n_items:Callable|None,
         loss_only:bool=False):
         self.n,self.sizes = n,sizes   # samples in the batch, and in each of its parts
         self.split = split            # `split(batch, start, stop, n)` returns samples `start` to `stop`
-        self.counter = ItemCounter(n_items)   # counts the items of which the loss is a mean
+        self.n_items = n_items        # counts the items of which the loss is a mean
         # True if the fit gives the model all samples of a step at once: then only the loss is checked
         self.loss_only = loss_only
         self.tol = 0.             # the largest relative difference that counts as rounding
@@ -184,43 +157,40 @@ class FirstBatchProbe(QuietCallback):
         # whether whole batch and parts give the same predictions if the modules in `drawing` and
         # `depending` are in evaluation mode
         self.agree = False
-        # The relative difference of a gradient, that of the loss with respect to the predictions: the
-        # whole batch against parts of unequal sizes. `None` if unknown.
-        self.loss_off = None
-        self.loss_why = ''        # why `loss_off` is unknown
-        # equal to `loss_off` if the user's fit does not have this difference, because its micro-batches
-        # have equal sizes; otherwise 0
-        self.hidden_loss = 0.
+        # a `Verdict`: whether the loss of unequal parts is that of the whole batch
+        self.loss = Verdict('untried', reason='the batch has one sample')
+        self.loss_tol = 0.        # the largest relative difference of losses that counts as rounding
 
 # %% ../../nbs/check/01_causes.ipynb #first-events
 @patch
+def before_train(self:FirstBatchProbe):
+    learn = self.learn
+    self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()])
+
+@patch
 def before_batch(self:FirstBatchProbe):
-    "Set the tolerance, and compare predictions"
+    "Set the tolerance, try the loss, compare predictions, and end the fit"
     model = self.learn.model
     dtypes = {p.dtype for p in model.parameters()}
     kind = next(model.parameters()).device.type
     if torch.is_autocast_enabled(kind): dtypes.add(torch.get_autocast_dtype(kind))
     self.tol = max((tolerances.get(o, 0.) for o in dtypes), default=0.)
+    if self.n>1: self._try_loss()
     if self.loss_only:
         self.draws_off = self.predictions_off = 0.
         self.agree = True
-        return
+        raise CancelFitException
     try: self._probe_model(model, tuple(self.learn.xb))
     except Exception as e:
         if is_out_of_memory(e): raise
         self.why = f'{type(e).__name__}: {e}'
+    raise CancelFitException
 
 @patch
-def after_pred(self:FirstBatchProbe):
-    "Compare the gradients of the loss, and end the fit"
-    try:
-        self.counter.choose(self.learn.loss_func)
-        unequal = _loss_difference(self.learn, self.n, self.counter, part_sizes(self.n))
-        in_sizes = _loss_difference(self.learn, self.n, self.counter, self.sizes)
-        if in_sizes<=self.tol<unequal: self.hidden_loss = unequal
-        self.loss_off = unequal
-    except Exception as e: self.loss_why = f'{type(e).__name__}: {e}'
-    raise CancelFitException
+def _try_loss(self:FirstBatchProbe):
+    trial = Trial(self.learn, self.n_items, self.n, self.attrs)
+    self.loss = trial.run()
+    self.loss_tol = trial.tol
 
 # %% ../../nbs/check/01_causes.ipynb #first-model
 @patch

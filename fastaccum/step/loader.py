@@ -167,6 +167,9 @@ def by_batch_size(dl:object)->str:
     Returns an empty string if it does not.
     """
     while dl is not None:
+        is_stream = isinstance(dl, TorchDataLoader) and isinstance(dl.dataset, IterableDataset)
+        if is_stream and dl.batch_size and dl.num_workers>1:
+            return f'{type(dl).__name__} makes each batch in one of its {dl.num_workers} workers'
         for name in class_names(type(dl)) & _grouping.keys():
             # without shuffling, `SortedDL` sorts the whole dataset, whatever the batch size
             depends_on_size = not name.endswith('SortedDL') or dl.shuffle
@@ -237,6 +240,10 @@ class Step:
         # `wanted_here`, its part of the effective batch size, or `n_here` if the epoch has fewer left.
         # Otherwise `n_here` may be larger than `wanted_here`, because it counts whole batches.
         self.target = min(self.n_here, plan.wanted_here)
+        # whether each batch of the loader is a step: such a step ends with its batch, even if the batch
+        # has fewer samples than planned, as in the middle of an epoch if workers make batches
+        self.is_one_batch = plan.wanted_here==batches.sizes.bs
+        self.wanted = plan.wanted_here if self.is_one_batch else self.target
 
     def _refuse(self, *_):
         raise refuse('own-training-loop/items')
@@ -249,6 +256,17 @@ class Step:
         """
         missing = self.target-counted
         return missing if missing>0 and self.batches.has_more() else 0
+
+    def take(self, max_samples:int)->tuple:
+        "Return the next batch of the step, of at most `max_samples` samples, and its number of samples"
+        if not self.is_one_batch: return self.batches.take(max_samples)
+        b,self.target = self.batches.take(self.wanted)
+        return b,self.target
+
+    def is_incomplete(self, counted:int)->bool:
+        "Whether the step, with `counted` samples, is the last of an epoch and smaller than the others"
+        is_short_batch = self.is_one_batch and counted and self.batches.has_more()
+        return counted<self.wanted and not is_short_batch
 
 # %% ../../nbs/step/02_loader.ipynb #in-place
 class OneBatchLoader(GetAttr):

@@ -11,7 +11,6 @@ __all__ = ['StepLoop', 'CurrentStep']
 import time, torch
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
 from typing import NamedTuple
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException,
     CancelStepException)
@@ -21,22 +20,22 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from ..restore.state import ChangedAttrs, autocast_state, devices_of, set_autocast_state
 from .batch import batch_device, n_samples
-from fastaccum.step.gradients import (GradVersions, empty_grads, grad_sums_for, number_on, params_of,
-    scale_grads)
+from fastaccum.step.gradients import (GradVersions, empty_grads, grad_sums_for, number_on, other_params,
+    params_of, scale_grads)
 from .loader import Step, StepLoader, samples_of
-from .log import LogRows, Watch, hears_steps, records
+from .log import Listeners, LogRows, Watch, hears_steps, records
 from .mean import ItemCounter, KeptLosses, StepMean, plain_tensor
 from .plan import Plan
 from .processes import Processes
 from .split import BatchParts, MicroBatch, Retries, explain_split
 
 # %% ../../nbs/step/09_loop.ipynb #loop
-class StepLoop:
+class StepLoop(Listeners):
     "Runs the steps of one fit; a step has several micro-batches, and is one batch for the Learner"
     def __init__(self, acc:Callback, learn:Learner, watch:Watch|None=None):
         # state of the fit
+        super().__init__(learn)
         self.acc = acc                           # the `GradientAccumulation` that runs this loop
-        self.learn = learn
         self.watch = watch or Watch()            # is told what the loop does
         self.processes = Processes(learn.model)  # the processes that train this model together
         self.plan = None                         # the `Plan` of the fit
@@ -45,10 +44,10 @@ class StepLoop:
         self.counter = ItemCounter(acc.n_items)  # counts the items of which the loss is a mean
         self.log_rows = LogRows()                # makes TensorBoard and W&B log steps, not micro-batches
         self.last_loss = 0.                      # mean loss of the previous step
-        self.cbs = []                            # the Learner's callbacks when `by_event` was filled
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
+        self.others = []                         # `other_params`, which `learn.opt` does not step
         self.grad_sums = None                    # a `GradSums`; `None` if gradients add up in `grad`
         self.devices = ()                        # the model's devices, except the CPU
         self.batch_device = None                 # device to which fastai moves batches; `None`: unknown
@@ -56,7 +55,6 @@ class StepLoop:
         # whether Recorder has training metrics, which see every micro-batch but are recorded per step
         self.train_metrics = False
         # state of the step, set by `run_step`
-        self.by_event = {}                       # an event -> the callbacks that have a method for it
         self.step = None                         # the `Step` that runs
         self.mean = None                         # a `StepMean`: the mean loss of `step` so far
         self.kept_losses = None                  # a `KeptLosses`, if there are metrics
@@ -87,29 +85,6 @@ class StepLoop:
         "Whether the micro-batch that runs is the last one of the step"
         return self.micro.n_before+self.micro.n>=self.step.target
 
-# %% ../../nbs/step/09_loop.ipynb #events
-@patch
-def listeners(self:StepLoop, event:str)->list:
-    "List the callbacks that have a method for `event`, in the order in which fastai calls them"
-    cbs = self.learn.cbs.items
-    if cbs!=self.cbs: self.cbs,self.by_event = list(cbs),{}   # a callback was added or removed
-    if event not in self.by_event:
-        in_order = sorted(cbs, key=attrgetter('order'))
-        self.by_event[event] = [cb for cb in in_order if hasattr(type(cb), event) or event in vars(cb)]
-    return self.by_event[event]
-
-@patch
-def _per_batch(self:StepLoop)->list:
-    "List the callbacks that get `after_batch` once per batch of the loader"
-    cbs = self.listeners('after_batch')
-    if 'per batch' not in self.by_event: self.by_event['per batch'] = [o for o in cbs if not hears_steps(o)]
-    return self.by_event['per batch']
-
-@patch
-def send(self:StepLoop, event:str):
-    "Call the method `event` of each callback that has one"
-    for cb in self.listeners(event): cb(event)
-
 # %% ../../nbs/step/09_loop.ipynb #current
 class CurrentStep(NamedTuple):
     "A record of the current step, for other callbacks"
@@ -137,6 +112,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.processes = Processes(learn.model)   # find them again: a callback may have put the model in DDP
     empty_grads(learn.opt)
     self.limit = self.acc.limit
+    self.others = other_params(learn)
     self.grad_sums = grad_sums_for(learn)
     if self.counter.n_items is not self.acc.n_items: self.counter = ItemCounter(self.acc.n_items)
     self.devices = devices_of(learn.model.modules())
@@ -167,7 +143,7 @@ def run_step(self:StepLoop, i:int, step:Step):
     try:
         missing = step.n_missing(0)
         while missing:
-            b,n = step.batches.take(missing)
+            b,n = step.take(missing)
             self._run_batch(b, n)
             self.n_read += n
             missing = step.n_missing(self.n_read)
@@ -187,8 +163,8 @@ def run_step(self:StepLoop, i:int, step:Step):
 @patch
 def _finish_step(self:StepLoop):
     "Update the weights, unless the step is dropped or all of its micro-batches were cancelled"
-    is_incomplete = self.processes.n==1 and self.n_read<self.step.target
-    if self.plan.drop_last and is_incomplete: return self._drop_step()
+    if self.plan.drop_last and self.processes.n==1 and self.step.is_incomplete(self.n_read):
+        return self._drop_step()
     self.mean.sum_up()
     if not self.mean.samples: return self._cancel_step()
     self._complete_grads()
@@ -228,23 +204,34 @@ def _on_device(self:StepLoop, b):
 @patch
 def _run_micro_batch(self:StepLoop):
     "Run forward pass, loss and backward pass, as fastai's `_do_one_batch` does"
+    self.watch.before_forward()
     try: self.forward_backward()
     except CancelBatchException: self._cancelled_batch()
     if self.micro.has_run and self.train_metrics:
         for metric in self.learn.metrics: metric.accumulate(self.learn)
 
 @patch
-def forward_backward(self:StepLoop):
-    "Run the forward pass, the loss and, in training, the backward pass of a micro-batch"
+def predict(self:StepLoop)->object:
+    "Return the model's predictions for the micro-batch"
+    return self.learn.model(*self.learn.xb)
+
+@patch
+def forward(self:StepLoop):
+    "Run the forward pass and compute the loss of a micro-batch"
     learn,micro = self.learn,self.micro
-    learn.pred = micro.pred = learn.model(*learn.xb)
+    learn.pred = micro.pred = self.predict()
     self.send('after_pred')
     if len(learn.yb):
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
         learn.loss = learn.loss_grad.clone()
-        micro.loss_grad_fn = learn.loss_grad.grad_fn
         micro.has_loss = True
     for cb in self.listeners('after_loss'): self._may_change_loss(cb, 'after_loss')
+
+@patch
+def forward_backward(self:StepLoop):
+    "Run the forward pass, the loss and, in training, the backward pass of a micro-batch"
+    learn = self.learn
+    self.forward()
     if not learn.training or not len(learn.yb): return   # callbacks may have changed `yb`
     try:
         self._before_backward()
@@ -257,11 +244,13 @@ def forward_backward(self:StepLoop):
 @patch
 def _may_change_loss(self:StepLoop, cb, event)->bool:
     "Send `event` to the callback `cb`; record and return whether `cb` changes the back-propagated loss"
-    before = getattr(vars(self.learn).get('loss_grad'), 'grad_fn', None)
+    before = vars(self.learn).get('loss_grad')
+    version = getattr(before, '_version', None)   # a change in place increases the number
     cb(event)
-    after = getattr(vars(self.learn).get('loss_grad'), 'grad_fn', None)
-    if after is not before: self.micro.loss_changes.append((cb,event,after))
-    return after is not before
+    after = vars(self.learn).get('loss_grad')
+    is_changed = after is not before or getattr(after, '_version', None)!=version
+    if is_changed: self.micro.loss_changes.append(cb)
+    return is_changed
 
 # %% ../../nbs/step/09_loop.ipynb #share
 @patch
@@ -286,8 +275,7 @@ def share_loss(self:StepLoop, share:float|torch.Tensor):
     micro.share = share
     if self.mean.is_sum:
         # a sum over samples needs no share, but a callback's penalty does
-        has_penalty = micro.loss_grad_fn is not None and micro.loss_grad_fn is not learn.loss_grad.grad_fn
-        if has_penalty: self._share_added(learn.loss)
+        if micro.loss_changes: self._share_added(learn.loss)
     # with `grad_sums`, gradients and not the loss are multiplied by the share, after the backward pass
     elif self.grad_sums is None: learn.loss_grad = plain_tensor(learn.loss_grad)*share
 
@@ -380,7 +368,8 @@ def _complete_grads(self:StepLoop):
     if self.grad_sums is not None:
         grads = {p:g*number_on(g.device, correction) for p,g in self.grad_sums.pop().items()}
     else:
-        scale_grads(params, correction)
+        own = {id(p) for p in params} if self.others else ()   # a GAN switches between optimizers
+        scale_grads(params+[p for p in self.others if id(p) not in own], correction)
         grads = {}   # parameter -> gradient to sum over processes (DDP) or to coalesce (sparse)
         for p in params:
             if p.grad is not None and (processes.ddps or p.grad.is_sparse): grads[p] = p.grad

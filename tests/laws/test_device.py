@@ -195,24 +195,24 @@ def scaled_cross_entropy(pred, y): return F.cross_entropy(pred[0]*pred[1], y)
 # For each option: arguments of the Learner and of the fit, and how often the device is synchronized in each
 # fit, epoch and step
 synchronizations = {
-    # the losses of four micro-batches are compared with those of their parts
-    'plain':      (kinds['plain'], 0, 4, 0),
-    # tests once whether the model keeps a state between micro-batches
-    'split':      (kinds['split'], 1, 4, 0),
-    'auto':       (kinds['auto'], 0, 4, 0),
-    'dropped':    (kinds['dropped'], 0, 4, 0),
+    # one micro-batch is compared with its parts
+    'plain':      (kinds['plain'], 0, 1, 0),
+    'split':      (kinds['split'], 0, 1, 0),
+    'auto':       (kinds['auto'], 0, 1, 0),
+    'dropped':    (kinds['dropped'], 0, 1, 0),
+    # samples have equally many targets, so a trial cannot tell what is counted, and four micro-batches are tried
     'tokens':     (kinds['tokens'], 0, 4, 0),
-    'weights':    (kinds['weights'], 0, 4, 0),
-    'summed':     (kinds['summed'], 0, 4, 0),
-    'own':        (kinds['own'], 1, 4, 0),        # checks the first value of `n_items`
-    'on_cpu':     (kinds['on_cpu'], 0, 4, 0),
-    'clipped':    (kinds['clipped'], 0, 4, 0),
-    'scaled':     (kinds['scaled'], 0, 4, 0),
-    'metrics':    (kinds['metrics'], 0, 4, 0),
-    'rows':       (dict(acc=dict(log_accum_batch=False)), 0, 4, 0),
-    'half':       (dict(model=lambda: deepcopy(with_dropout).bfloat16(), splitter=all_params), 0, 4, 0),
-    'noise':      (dict(cbs=lambda: [NoiseScale(every=1)]), 0, 4, 1),
-    'checkpoint': (dict(cbs=lambda: [ActivationCheckpoint(nn.Linear)]), 0, 4, 0),
+    'weights':    (kinds['weights'], 0, 5, 0),   # and one copy of the class weights
+    'summed':     (kinds['summed'], 0, 1, 0),
+    'own':        (kinds['own'], 1, 1, 0),        # checks the first value of `n_items`
+    'on_cpu':     (kinds['on_cpu'], 0, 1, 0),
+    'clipped':    (kinds['clipped'], 0, 1, 0),
+    'scaled':     (kinds['scaled'], 0, 1, 0),
+    'metrics':    (kinds['metrics'], 0, 1, 0),
+    'rows':       (dict(acc=dict(log_accum_batch=False)), 0, 1, 0),
+    'half':       (dict(model=lambda: deepcopy(with_dropout).bfloat16(), splitter=all_params), 0, 2, 0),
+    'noise':      (dict(cbs=lambda: [NoiseScale(every=1)]), 0, 1, 1),
+    'checkpoint': (dict(cbs=lambda: [ActivationCheckpoint(nn.Linear)]), 0, 1, 0),
     # the second forward pass of the first micro-batch is compared with the first one
     'cache':      (dict(bs=16, cbs=lambda: [GradientCache(micro_batch_size=4)], acc=None), 1, 0, 0),
     # in each batch, the parameters that its four micro-batches return are compared at once; there are half as
@@ -317,7 +317,7 @@ def test_rounding_is_not_taken_for_a_state_of_the_model():
     "Some kernels of a GPU add in another order each time, so a second forward pass differs by rounding"
     n_calls = count()
     class RoundsDifferently(nn.Module):
-        def forward(self, x): return x*(1+1e-7*next(n_calls))
+        def forward(self, x): return x*(1+1e-14*next(n_calls))
     learn = with_model(lambda: nn.Sequential(nn.Linear(5, 3),RoundsDifferently()), 4)
     with warnings.catch_warnings():
         warnings.simplefilter('error', StateWarning)

@@ -151,6 +151,8 @@ def interrupted(at, way, stays):
         frame.f_trace_opcodes = frame.f_code.co_filename.startswith(package)
         if frame.f_trace_opcodes: return local
     if stays: learn.add_cbs(cbs)
+    # Python 3.12 sends bytecodes only if a frame asks for them before `settrace` is called
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try: learn.fit_one_cycle(1, 0.1, cbs=[] if stays else cbs)
     except KeyboardInterrupt: pass
@@ -183,6 +185,7 @@ def interrupted_at_end_of_loader(at):
         frame.f_trace_opcodes = ends_the_loader
         return local if ends_the_loader else None
     old = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try: learn.fit(1, 0.1, cbs=GradientAccumulation(accum))
     except KeyboardInterrupt: pass

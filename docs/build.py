@@ -26,7 +26,7 @@ from pasted import hides, only_imports, re_nbdev
 
 # the pages of each part of the menu, in order. Sphinx fails if a page for users is missing here
 menu = {
-    '': 'get_started about/should_i_accumulate',
+    '': 'get_started',
     'Data and models': 'guides/images guides/segmentation guides/text guides/hugging_face',
     'Memory and speed': 'guides/out_of_memory guides/mixed_precision guides/several_gpus',
     'Matching the full batch': 'guides/check_your_run guides/batchnorm guides/whole_batch_losses guides/custom_losses',
@@ -48,7 +48,8 @@ order = [*' '.join(menu.values()).split(), *(f'contribute/{nm}' for nm in contri
 short_titles = {'guides/growing_batches':'Growing batches', 'guides/learning_rate':'Learning rate',
     'schedule':'Schedules', 'wandb':'WandbCallback'}
 # pages that are part of another one now, and the section that old links lead to
-moved = {'guides/tables': 'guides/batchnorm.html#tables'}
+moved = {'guides/tables': 'guides/batchnorm.html#tables',
+    'about/should_i_accumulate': 'get_started.html#should-i-accumulate'}
 # what fastai leaves out or says wrongly of parameters that a class inherits from it
 inherited_details = {'WandbCallback': dict(
     model_name='Name of the file of the model, instead of the name that `SaveModelCallback` has',

@@ -2,7 +2,8 @@
 
 The table has a row for each notebook: the words of its Markdown cells, and how many of them stand in sentences, in
 tables, in blocks of code, and in the settings of the first cell, such as the keywords for the search, which readers do
-not see. Pages for contributors, which are those in the other folders of `nbs`, are not counted.
+not see. A word has a letter or a digit: the bars of a table are no words. Pages for contributors, which are those in
+the other folders of `nbs`, are not counted.
 """
 import json, re
 from pathlib import Path
@@ -10,15 +11,17 @@ from pathlib import Path
 nbs = Path(__file__).resolve().parent.parent/'nbs'
 user_folders = '.','guides','reference','about'
 
-def n_words(pattern, text): return sum(len(o[0].split()) for o in re.finditer(pattern, text, re.M|re.S))
+def n_words(text): return sum(bool(re.search(r'\w', o)) for o in text.split())
+
+def n_words_in(pattern, text): return sum(n_words(o[0]) for o in re.finditer(pattern, text, re.M|re.S))
 
 def count(text, has_settings):
     "Return the number of words in the Markdown of a cell: all, in sentences, in tables, in code, in settings"
-    code = n_words(r'^```.*?^```', text)
+    code = n_words_in(r'^```.*?^```', text)
     rest = re.sub(r'^```.*?^```', '', text, flags=re.M|re.S)
-    tables = n_words(r'^\|[^\n]*', rest)
-    settings = n_words(r'^- \w+: [^\n]*', rest) if has_settings else 0
-    total = len(text.split())
+    tables = n_words_in(r'^\|[^\n]*', rest)
+    settings = n_words_in(r'^- \w+: [^\n]*', rest) if has_settings else 0
+    total = n_words(text)
     return total,total-tables-code-settings,tables,code,settings
 
 def counts(fn):

@@ -26,19 +26,19 @@ from pasted import hides, only_imports, re_nbdev
 
 # the pages of each part of the menu, in order. Sphinx fails if a page for users is missing here
 menu = {
-    '': 'get_started about/should_i_accumulate',
+    '': 'get_started',
     'Data and models': 'guides/images guides/segmentation guides/text guides/hugging_face',
     'Memory and speed': 'guides/out_of_memory guides/mixed_precision guides/several_gpus',
     'Matching the full batch': 'guides/check_your_run guides/batchnorm guides/whole_batch_losses guides/custom_losses',
     'Training': 'guides/learning_rate guides/growing_batches guides/last_batch guides/logging guides/save_and_resume',
     'Reference': 'reference/cheat_sheet reference/faq reference/messages reference/api',
     'About': 'about/how_exact about/compared about/switching about/works_with changelog'}
-# the pages of the API, as its page and the menu group them
+# the pages of the API, as its page and the menu group them. A page that is in `menu`, too, has entries of names
 api_groups = {
-    'Accumulate': 'accumulation schedule token_budget reference/auto_size',
+    'Accumulate': 'accumulation schedule token_budget guides/out_of_memory',
     'See the whole batch': 'cache checkpoint batchnorm',
     'Check and measure': 'accum_check bs_find accum_find noise_scale',
-    'Learning rates, logs and warnings': 'scaled_lr wandb reference/warnings'}
+    'Learning rates, logs and warnings': 'scaled_lr wandb reference/messages'}
 # the folders of modules that users do not import, in reading order, with their titles in the contributors' menu
 rooms = {'base': 'base: messages, arguments', 'restore': 'restore: put back', 'step': 'step: compute',
     'tell': 'tell: refuse and warn', 'whole': 'whole: a batch at once', 'check': 'check: compare, explain'}
@@ -48,7 +48,10 @@ order = [*' '.join(menu.values()).split(), *(f'contribute/{nm}' for nm in contri
 short_titles = {'guides/growing_batches':'Growing batches', 'guides/learning_rate':'Learning rate',
     'schedule':'Schedules', 'wandb':'WandbCallback'}
 # pages that are part of another one now, and the section that old links lead to
-moved = {'guides/tables': 'guides/batchnorm.html#tables'}
+moved = {'guides/tables': 'guides/batchnorm.html#tables',
+    'about/should_i_accumulate': 'get_started.html#should-i-accumulate',
+    'reference/auto_size': 'guides/out_of_memory.html#other-types-of-batches',
+    'reference/warnings': 'reference/messages.html#silence-a-warning-or-turn-it-into-an-error'}
 # what fastai leaves out or says wrongly of parameters that a class inherits from it
 inherited_details = {'WandbCallback': dict(
     model_name='Name of the file of the model, instead of the name that `SaveModelCallback` has',
@@ -363,7 +366,8 @@ def write_pages(src, pages):
     cells = []
     for title,grouped in groups.items():
         cells += [markdown(f'## {title}'), contents(grouped, Page.title_names, lambda p: p.name)]
-    cells.append(markdown(toctree(p.name for grouped in groups.values() for p in grouped)))
+    # a page stands once in the menu
+    cells.append(markdown(toctree(p.name for grouped in groups.values() for p in grouped if p.name not in order)))
     write_page(src, 'reference/api', 'API', lede, cells)
     lede = ('The source code, one page per module, in reading order. '
         'Each page mixes prose, code, and examples that double as tests.')
@@ -373,7 +377,7 @@ def write_pages(src, pages):
         cells += [markdown(f'## {title}'), contents(inside, Page.functions, lambda p: p.whole)]
     write_page(src, 'modules/index', 'Modules', lede, cells, inner=True)
     for p in pages:
-        cells = [markdown(p.imports()), *p.shown(p.cells)]
+        cells = [markdown(p.imports() if p.mod else ''), *p.shown(p.cells)]
         if p.name=='index': cells += [markdown(toctree(names.split(), caption)) for caption,names in menu.items()]
         words = dict.fromkeys(o for word in p.keywords for o in word.lower().split())
         if p.name=='reference/messages':   # so that the search finds all words of messages

@@ -76,7 +76,7 @@ def test_the_losses_and_steps_of_fastais_callback_are_those_that_the_script_prin
     assert f'fastaccum recorded {losses[ours]} for {steps[ours]}.' in readme
 
 def test_the_readme_is_short():
-    "The number of words outside of code is limited, and so is the number of links in the table Read on"
+    "The number of words outside of code is limited, and so is the number of links in the list Read on"
     text = re.sub(r'^```.*?^```|<!--.*?-->|!\[.*?\]\(.*?\)', '', readme, flags=re.M|re.S)
     assert len(text.split())<=450
     assert 4<len(re.findall(r'\]\(', readme.partition('## Read on')[2].partition('\n## ')[0]))<=12

@@ -43,9 +43,7 @@ entries = {re.sub(rf'^fastaccum\.(({folders})\.)?\w+\.', '', full): (full, item.
 names = {nm:full for nm,(full,_) in entries.items()}
 # modules that users import: each has a page for users, and another page with the whole module
 public_modules = sorted(o.stem for o in (site/'modules').glob('*.html') if o.stem!='index')
-# pages of public names whose modules are not public
-pages_of_names = 'reference/auto_size','reference/warnings'
-user_pages = [f'{o}.html' for o in ('index',*order,*pages_of_names,*public_modules) if not o.startswith('contribute/')]
+user_pages = [f'{o}.html' for o in ('index',*order,*public_modules) if not o.startswith('contribute/')]
 
 # Tests that need no browser
 
@@ -88,7 +86,7 @@ def test_users_and_contributors_have_menus_of_their_own():
     The contributors' menu has every module.
     """
     # in the menu, these pages stand below the page API
-    api = [f'{o}.html' for o in (*public_modules,*pages_of_names)]
+    api = [f'{o}.html' for o in public_modules]
     listed = [o for o in sidebar('index.html') if o not in api]
     assert listed==[f'{o}.html' for o in order if not o.startswith('contribute/')]
     assert {f'{o}.html' for o in public_modules}<=set(sidebar('index.html'))

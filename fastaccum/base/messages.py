@@ -506,16 +506,16 @@ add_messages("""
 add_messages("""
 [loss-not-a-mean] LossWarning: your loss is not a {not-a-mean}
 [changed-loss] LossWarning: the loss as changed by {names} is not a {not-a-mean}
-[not-a-mean] Phrase: {kind} over {items}: the loss of a micro-batch is {off} off that of its parts. So
-    gradients are off as well, and the run ends with other weights than the full-batch run. {remedy}
+[not-a-mean] Phrase: {kind} over {items}: the loss of a micro-batch is {off} off that of its parts, so the
+    run ends with other weights than the full-batch run. {remedy}
 [remedy/n-items] Phrase: Pass `n_items={code}`, which makes it right
 [remedy/no-n-items] Phrase: Leave out `n_items=`: it is a mean over samples
 [remedy/mean] Phrase: It is a mean over samples: set `learn.loss_func.reduction = 'mean'`
 [remedy/sum] Phrase: The losses of the parts add up to it: if it is meant to be a sum, set
     `learn.loss_func.reduction = 'sum'` before the fit and leave out `n_items=`; if not, use
     `reduction='mean'`
-[remedy/other-items] Phrase: If it averages other items, such as tokens, pass `n_items=`, a function that
-    counts these items; if one of its terms is a sum, turn that term into a mean.
+[remedy/other-items] Phrase: If it averages other items, pass `n_items=`; if one of its terms is a sum, turn
+    that term into a mean.
 [remedy/terms-of-a-sum] Phrase: Its `reduction` is 'sum', so each of its terms must be a sum over samples;
     if the loss is meant to be a mean, use `reduction='mean'`.
 [remedy/cache] Phrase: {use-cache}
@@ -524,8 +524,8 @@ add_messages("""
 [remedy/smaller-step] Phrase: no callback helps: make a step one batch of the loader, with a smaller
     `accum_bs`
 [samples-see-each-other] LossWarning: the model's predictions for a sample depend on the other samples of
-    its micro-batch: the loss of a micro-batch is {off} off that of its parts. So gradients are off as
-    well, and the run ends with other weights than the full-batch run. {remedy}
+    its micro-batch: the loss of a micro-batch is {off} off that of its parts, so the run ends with other
+    weights than the full-batch run. {remedy}
 [use-cache] Phrase: create the DataLoaders with `bs` set to the size of a step, and replace
     `GradientAccumulation` with `GradientCache(micro_batch_size={n})`
 [run-accum-check] Phrase: call `learn.accum_check(cbs=…)` with the callbacks that you passed to the fit

@@ -290,7 +290,8 @@ def _compare_buffers(self:Warnings):
     "Warn if the first micro-batch has changed buffers"
     changed = [name for name,d,k,b,version in self.buffers if d.get(k) is not b or b._version!=version]
     self.buffers = []
-    if changed: self.warn_once('changed-buffer', ', '.join(changed[:3]))
+    names = ', '.join(changed[:3])
+    if names: self.warn_once('changed-buffer', names)
 
 # %% ../../nbs/tell/02_differences.ipynb #check-fit
 @patch

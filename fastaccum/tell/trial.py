@@ -349,6 +349,9 @@ def _compare(self:Trial, by_rows:bool=False)->tuple: # The `Verdict`, and the `R
     # the loss is a mean over samples or over labels
     best,off = self._best_count(whole, parts)
     is_ambiguous = not is_sum and off<=self.tol and whole.counts[best]!=whole.samples
+    # neither can it if samples have equally many items that are not one item each, such as class weights
+    per_sample = {round(o.items/o.samples, 9) for o in parts}
+    is_ambiguous |= not is_sum and len(per_sample)==1 and per_sample!={1.}
     return Verdict('unknown' if are_equal or is_ambiguous else 'right'),whole,parts
 
 @patch

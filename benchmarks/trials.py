@@ -47,7 +47,8 @@ class Noisy(Module):
     "Draws random numbers that do not matter"
     def __init__(self, n): self.lin = nn.Linear(8, n)
     def forward(self, x): return self.lin(x)+0*torch.randn(len(x), 1).double()
-models = dict(linear=lambda n: nn.Linear(8, n), deep=lambda n: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, n)),
+models = dict(linear=lambda n: nn.Linear(8, n),
+    deep=lambda n: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, n)),
     norm=lambda n: nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, n)), noisy=Noisy, experts=Experts,
     centres=Centres, counts=Counts, spectral=lambda n: spectral_norm(nn.Linear(8, n)),
     batchnorm=lambda n: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, n)))
@@ -59,9 +60,12 @@ class OfTokens(Module):
     ignore_index = -100
     def forward(self, p, y): return token_loss(p, y)
 def with_term(model): return lambda p,y: F.cross_entropy(p, y)+getattr(model, 'term', 0)
-losses = dict(plain=(False,lambda m: nn.CrossEntropyLoss()), weighted=(False,lambda m: nn.CrossEntropyLoss(weight=torch.tensor([.2,1.,5.]).double())),
-    total=(False,lambda m: nn.CrossEntropyLoss(reduction='sum')), undeclared_sum=(False,lambda m: lambda p,y: F.cross_entropy(p, y, reduction='sum')),
-    root=(False,lambda m: lambda p,y: F.cross_entropy(p, y).sqrt()), compares=(False,lambda m: lambda p,y: F.cross_entropy(p-p.mean(0), y)),
+losses = dict(plain=(False,lambda m: nn.CrossEntropyLoss()),
+    weighted=(False,lambda m: nn.CrossEntropyLoss(weight=torch.tensor([.2,1.,5.]).double())),
+    total=(False,lambda m: nn.CrossEntropyLoss(reduction='sum')),
+    undeclared_sum=(False,lambda m: lambda p,y: F.cross_entropy(p, y, reduction='sum')),
+    root=(False,lambda m: lambda p,y: F.cross_entropy(p, y).sqrt()),
+    compares=(False,lambda m: lambda p,y: F.cross_entropy(p-p.mean(0), y)),
     squares=(False,lambda m: lambda p,y: F.mse_loss(p, F.one_hot(y, 3).double())), term=(False,with_term),
     tokens=(True,lambda m: OfTokens()), hidden_tokens=(True,lambda m: token_loss),
     token_sum=(True,lambda m: lambda p,y: token_loss(p, y, reduction='sum')/len(y)))
@@ -83,7 +87,8 @@ class Replaces(Callback):
     def before_step(self):
         if self.train_iter==1 and getattr(self.learn.loss_func, 'weight', None) is not None:
             self.learn.loss_func.weight = torch.tensor([3.,1.,.5]).double()
-cbs = dict(none=list, none2=list, weights=lambda: [Adds(lambda l: .1*sum(p.square().sum() for p in l.model.parameters()))],
+def of_weights(learn): return .1*sum(p.square().sum() for p in learn.model.parameters())
+cbs = dict(none=list, none2=list, weights=lambda: [Adds(of_weights)],
     mean=lambda: [Adds(lambda l: l.pred.square().mean())], sums=lambda: [Adds(lambda l: .1*l.pred.square().sum())],
     centre=lambda: [Adds(lambda l: l.pred.mean(0).square().sum())], rows=lambda: [Clean()], replaces=lambda: [Replaces()])
 
@@ -96,7 +101,8 @@ def run(model, loss, callback, bs, acc=None):
     dls = DataLoaders(DataLoader(data, bs=bs), DataLoader(data, bs=32))
     learn = Learner(dls, net, make_loss(net), opt_func=SGD, cbs=[Float32Loss(),*cbs[callback]()])
     start = weights(learn)
-    with collect_warnings() as told, learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-3 if 'sum' in loss or loss=='total' else .05, cbs=acc)
+    lr = 1e-3 if 'sum' in loss or loss=='total' else .05   # the gradients of a sum are large
+    with collect_warnings() as told, learn.no_bar(), learn.no_logging(): learn.fit(2, lr, cbs=acc)
     entries = {str(o.message).partition('.html#')[2] for o in told if issubclass(o.category, AccumulationWarning)}
     return start,weights(learn),entries
 

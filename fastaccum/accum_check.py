@@ -28,7 +28,7 @@ from .step.loader import by_batch_size, n_of, resizable, size_of
 from .step.memory import free_memory, is_out_of_memory
 from .tell.differences import remedy_of
 from .tell.refuse import check_learner, check_search, hooked_params
-from .whole.segments import find_segments, unwrapped
+from .whole.segments import has_segments
 
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
@@ -341,8 +341,7 @@ def _in_one_cell(*texts):
 
 def _checkpoint_remedy(model):
     "Return `ActivationCheckpoint()` as a remedy, or '' if the model cannot be cut into segments"
-    try: return '`ActivationCheckpoint()`' if find_segments(unwrapped(model)) else ''
-    except ValueError: return ''
+    return '`ActivationCheckpoint()`' if has_segments(model) else ''
 
 @patch
 def _predictions_row(self:_Diagnosis):

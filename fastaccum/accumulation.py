@@ -177,7 +177,7 @@ def before_fit(self:GradientAccumulation):
     learn = self.learn
     if self.validates: return
     check_learner(learn)
-    loop = self.loop = StepLoop(self, learn, Warnings())
+    loop = self.loop = StepLoop(self, learn, Warnings(learn))
     if loop.finder is not None and loop.processes.n>1: keep_in_memory(loop.finder)
     # A Learner that was exported and loaded again has an empty loader, so there are no steps to plan.
     # With several processes, go on: the others wait in `_plan_fit` for the sizes of this process's
@@ -253,7 +253,7 @@ def before_validate(self:GradientAccumulation):
     message says what to do.
     """
     if self.validates or self.limit is None: return
-    loop = self.loop or StepLoop(self, self.learn, Warnings())
+    loop = self.loop or StepLoop(self, self.learn, Warnings(self.learn))
     run = run_valid_batch if self.limit.shrinks else run_whole_valid_batch
     self.learn.dl = OneBatchLoader(self.learn, self.dl, partial(run, loop))
 

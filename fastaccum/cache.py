@@ -103,7 +103,7 @@ def before_fit(self:GradientCache):
     # so that its warnings are not repeated
     if self.validates and self.warn_once is not None: return
     uninterrupted(self.undo_patches)
-    self.warn_once = WarnOnce()
+    self.warn_once = WarnOnce(self.learn)
     self.has_rows_by_mode = {}
     self.checked = False
     self.limit.forget_failure()

@@ -162,7 +162,7 @@ def before_fit(self:NoiseScale):
     if self.acc is None: raise refuse('nothing-accumulates')
     self.undo_patches()
     self.readings = []
-    self.warn_once = WarnOnce()
+    self.warn_once = WarnOnce(self.learn)
     self.averages = None   # the `Averages` of this fit; `None` before its first reading
     self.n_steps = 0       # steps of this fit so far
     self.steps_until_measured = 0    # 0: the running step is measured

@@ -13,6 +13,7 @@ __all__ = ['catalogue', 'warn_once', 'AccumulationWarning', 'LossWarning', 'Batc
 import builtins, re, sys, torch
 from typing import NamedTuple
 from warnings import warn as _warn
+from weakref import WeakKeyDictionary
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastcore.basics import patch
 
@@ -106,15 +107,30 @@ def warn(key:str, *args:object, **values:object):
     _warn(refuse(key, *args, **values), stacklevel=user_level)
 
 # %% ../../nbs/base/00_messages.ipynb #said
+_told = WeakKeyDictionary()   # Learner -> the `told` of its last `WarnOnce`
+
 class WarnOnce:
-    "Gives each warning once per fit; warnings that share an entry on the page Messages count as one"
-    def __init__(self): self.given = set()   # the entries of the warnings given so far
+    """Gives each warning once; warnings that share an entry on the page Messages count as one
+
+    `owner`: the Learner that is trained. A second fit of the same Learner, as in `fine_tune`, repeats a
+    warning only if the Learner has got another loss function, or the warning another cause.
+    """
+    def __init__(self, owner:object=None):
+        self.given = set()   # the entries of the warnings given in this fit
+        loss_func = getattr(owner, 'loss_func', None)
+        known = _told.get(owner) if owner is not None else None
+        # (loss function, texts without numbers of the warnings of all fits)
+        self.told = known if known and known[0] is loss_func else (loss_func,set())
+        if owner is not None: _told[owner] = self.told
 
     def __call__(self, key:str, *args:object, **values:object):
         "Give the warning with this key, unless a warning with the same entry was given before"
         entry = key.partition('/')[0]
         if entry in self.given: return
         self.given.add(entry)
+        cause = re.sub(r'\d+(\.\d+)?%?', '', text_of(key, *args, **values))
+        if cause in self.told[1]: return
+        self.told[1].add(cause)
         warn(key, *args, **values)
 
 # %% ../../nbs/base/00_messages.ipynb #memory
@@ -176,7 +192,7 @@ add_messages("""
 [larger-than-a-step] UserWarning: the loader's batches of {unit} samples are larger than
     `{size_name}={wanted}`, so each batch is a step and nothing is accumulated. `{size_name}` counts
     samples, not batches: for steps of {batches} of {unit}{where}, pass `{size_name}={n_samples}` or
-    `n_batches={wanted}`. For steps of {samples}, also pass `micro_batch_size={wanted}`
+    `n_batches={wanted}`. For steps of {samples}, {pass_size}
 [rounded-up] UserWarning: a step has {full} samples instead of `{size_name}={wanted}`, because {wanted}
     samples cannot be divided into {parts} for {n_processes} processes. To avoid this warning, pass
     `{size_name}={full}`
@@ -480,10 +496,11 @@ add_messages("""
 # %% ../../nbs/base/00_messages.ipynb #batchnorm
 add_messages("""
 [batchnorm] BatchNormWarning: {layers} over the {n} samples of a micro-batch instead of the {n_all}
-    samples of a step, so this run differs from the full-batch run. If `bs={n_here}` fits in memory with
-    `ActivationCheckpoint()`, use that instead of accumulating. Otherwise, use larger micro-batches and
-    call `learn.recalibrate_bn({n_here})` after training, or freeze a pretrained body with
-    `FreezeBN(lambda m: m[0])`
+    samples of a step, so this run differs from the full-batch run. {remedy}
+[batchnorm/checkpoint] Phrase: If `bs={n_here}` fits in memory with `ActivationCheckpoint()`, use that
+    instead of accumulating. Otherwise, use
+[batchnorm/larger] Phrase: larger micro-batches and call `learn.recalibrate_bn({n_here})` after training
+[batchnorm/freeze] Phrase: , or freeze a pretrained body with `FreezeBN(lambda m: m[0])`
 [batchnorm/cache] BatchNormWarning: {layer!t} normalizes with the samples of a micro-batch, so the result
     differs from that of the whole batch. Use `ActivationCheckpoint()` instead of `GradientCache`: the
     model then sees the whole batch

@@ -223,6 +223,7 @@ def _micro_batch_words(self:Plan, first, last):
     noun = 'batch' if self.split_words else 'micro-batch'
     number = count_of(n_first, noun) if n_first==n_last else f"{n_first} to {count_of(n_last, noun)}"
     how_split = f', {self.split_words}' if self.split_words else ''
+    if n_last==1 and not how_split and micro_bs==bs: how_split = ': nothing is accumulated'
     return f'{number} of {micro_bs}{where}{how_split}'
 
 # %% ../../nbs/step/00_plan.ipynb #summary
@@ -234,7 +235,7 @@ def _number_words(self:Plan, full):
     runs = self.epoch(0).totals()
     n_smaller = sum(n for n,size in runs if size<full)
     n = len(self.epoch(0))
-    if n==1 and n_smaller: return f'1 step of {runs[0][1]} samples per epoch'
+    if n==1 and n_smaller: return f'1 step per epoch, of all {runs[0][1]} samples'
     number = f"{count_of(n, 'step')} per epoch"
     if not n_smaller: return number
     if n_smaller==1: return f'{number}, the last with {runs[-1][1]} samples'
@@ -346,8 +347,11 @@ def _warn_rounded_up(self:Plan, size_name):
     if unit>wanted:
         where = f' on each of {n_processes} processes' if n_processes>1 else ''
         n_samples = wanted*sum(o.unit for o in self.loaders)
+        pass_size = f'also pass `micro_batch_size={wanted}`'
+        if self.split_words: pass_size = f'pass `micro_batch_size={wanted}` instead of what you have passed'
         warn('larger-than-a-step', unit, size_name, wanted, where, n_samples,
-            batches=count_of(wanted, 'batch'), samples=count_of(wanted, 'sample'))
+            pass_size=pass_size, batches=count_of(wanted, 'batch'),
+            samples=count_of(wanted, 'sample'))
     elif n_processes>1 and full!=wanted:
         parts = 'whole batches' if unit>1 else 'equal parts'
         warn('rounded-up', full, size_name, wanted, parts, n_processes)

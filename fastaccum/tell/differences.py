@@ -27,6 +27,7 @@ from ..step.plan import count_of
 from ..step.mean import TargetCounter
 from ..step.split import BatchParts
 from .refuse import check_left_out, hooked_params, per_micro_batch_comms
+from ..whole.segments import has_segments
 from .trial import Trial, Verdict, batchnorms, copies
 
 # %% ../../nbs/tell/02_differences.ipynb #chunks
@@ -52,8 +53,8 @@ class Warnings(Watch):
     # loss is right, or the settings of the loss change
     trials_per_epoch = 4
 
-    def __init__(self):
-        self.warn_once = WarnOnce()                # gives each warning of this fit once
+    def __init__(self, learn:Learner|None=None):
+        self.warn_once = WarnOnce(learn)   # gives each warning once
         self.loop = None     # the `StepLoop` that is watched
         self.comms = []      # texts: why processes communicate in each micro-batch
         self.done = set()    # names of the checks that are made once per fit, and were made
@@ -315,7 +316,17 @@ def _warn_batchnorms(self:Warnings):
     n = loop.micro.n*loop.processes.n if is_synced else loop.micro.n
     is_one = len(bns)==1
     layers = '1 BatchNorm layer normalizes' if is_one else f'{len(bns)} BatchNorm layers normalize'
-    self.warn_once('batchnorm', layers, n, loop.step.n_all, loop.step.n_here)
+    n_all = loop.step.n_all
+    remedy = _remedy_of_batchnorm(loop.learn.model, bns, loop.step.n_here)
+    self.warn_once('batchnorm', layers, n, n_all, remedy)
+
+def _remedy_of_batchnorm(model, bns, n_here):
+    "Return the remedies that this model has: checkpoints need segments, and `FreezeBN` needs a body"
+    can_checkpoint = has_segments(model)
+    res = text_of('batchnorm/checkpoint', n_here)+' ' if can_checkpoint else 'Use '
+    res += text_of('batchnorm/larger', n_here)
+    is_body = isinstance(model, nn.Sequential) and any(m in bns for m in model[0].modules())
+    return res+(text_of('batchnorm/freeze') if is_body else '')
 
 # %% ../../nbs/tell/02_differences.ipynb #warn-grouping
 @patch

@@ -33,7 +33,7 @@ from ..step.loop import StepLoop
 from ..step.mean import StepMean
 from ..step.memory import is_out_of_memory
 from ..step.split import BatchParts, MicroBatch, is_close
-from ..whole.segments import find_segments, unwrapped
+from ..whole.segments import has_segments
 
 # %% ../../nbs/tell/01_trial.ipynb #layers
 def batchnorms(model:nn.Module)->list:
@@ -458,9 +458,7 @@ def _can_count(self:Trial, i:int)->bool:
 @patch
 def _whole_batch_remedy(self:Trial)->str:
     "Return what shows the model all samples of a step"
-    try: has_segments = bool(find_segments(unwrapped(self.learn.model)))
-    except ValueError: has_segments = False
-    return 'checkpoint' if has_segments else 'smaller-step'
+    return 'checkpoint' if has_segments(self.learn.model) else 'smaller-step'
 
 @patch
 def _outputs_of_parts(self:Trial)->object:

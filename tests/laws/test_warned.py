@@ -342,8 +342,7 @@ def test_a_penalty_on_a_sum_counts_once_a_step(f):
 
 words = {not_a_mean:('% off', "reduction = 'sum'", "reduction='mean'"),
     hidden_state:('Remembers', '`reset()`', 'bs=16', 'ActivationCheckpoint'),
-    batchnorm:('2 BatchNorm layers', '4 samples', '16 samples of a step', 'ActivationCheckpoint',
-        'larger micro-batches', 'recalibrate_bn(16)', 'FreezeBN')}
+    batchnorm:('2 BatchNorm layers', '4 samples', '16 samples of a step', 'larger micro-batches', 'recalibrate_bn(16)')}
 
 def learner_with_three_warnings():
     "Return a Learner whose fit warns of its loss, of its hidden state and of BatchNorm"
@@ -352,9 +351,10 @@ def learner_with_three_warnings():
     learn.model.reset = learn.model[0].reset
     return learn
 
-def test_each_warning_comes_once_in_each_fit_and_names_a_remedy():
-    learn,acc = learner_with_three_warnings(),GradientAccumulation(16)
+def test_each_warning_comes_once_for_each_learner_and_names_a_remedy():
+    acc = GradientAccumulation(16)
     for _ in range(2):
+        learn = learner_with_three_warnings()
         with pytest.warns(AccumulationWarning) as collected: learn.fit(2, 1e-5, cbs=acc)
         for (category,_),expected in words.items():
             text, = [str(o.message) for o in collected if o.category.__name__==category]
@@ -362,16 +362,42 @@ def test_each_warning_comes_once_in_each_fit_and_names_a_remedy():
             assert -1 not in places and places==sorted(places)   # the likeliest remedy comes first
             assert text.partition('\nMore: ')[0].count('. ')<=2, 'more than three sentences'
 
+def test_a_second_fit_of_a_learner_says_only_what_is_new():
+    "`fine_tune` has two fits; another loss function is tried, and told again"
+    learn,acc = learner_with_three_warnings(),GradientAccumulation(16)
+    def told(): return set(count_warnings(lambda: learn.fit(1, 1e-5, cbs=acc)))
+    assert told()==set(words) and not told()
+    learn.loss_func = lambda p,y: summed(p, y)
+    assert told()==set(words)
+    fine_tuned = learner_with_three_warnings()
+    counted = count_warnings(lambda: fine_tuned.fine_tune(1, 1e-5, cbs=acc))
+    assert set(counted.values())=={1}
+
+def test_a_remedy_for_batchnorm_is_one_that_the_model_has():
+    "Only the body of a model whose first part has BatchNorm can be frozen, and only some models have segments"
+    def message(model):
+        with collect_warnings() as seen:
+            toy(4, n=32, model=lambda: model.double(), splitter=all_params).fit(1, 1e-5, cbs=GradientAccumulation(16))
+        return next(str(o.message) for o in seen if '#batchnorm' in str(o.message))
+    body = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
+    assert '`FreezeBN(lambda m: m[0])`' in message(nn.Sequential(body, nn.Linear(6, 3)))
+    without = message(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)))
+    assert 'FreezeBN' not in without and 'recalibrate_bn(16)' in without
+    blocks = [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(3)]
+    assert '`ActivationCheckpoint()`' in message(nn.Sequential(*blocks, nn.Linear(5, 3)))
+
 def test_each_warning_is_ignored_by_its_category_and_all_by_the_base_class():
-    learn,kinds = learner_with_three_warnings(),{c.__name__:c for c in AccumulationWarning.__subclasses__()}
+    kinds = {c.__name__:c for c in AccumulationWarning.__subclasses__()}
     def told_without(*categories):
         "Return the warnings of a fit in which these categories are ignored"
+        learn = learner_with_three_warnings()
         def fit():
             for o in categories: warnings.filterwarnings('ignore', category=o)
             learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
         return set(count_warnings(fit))
     assert told_without()==set(words) and not told_without(AccumulationWarning)
     for key in words: assert told_without(kinds[key[0]])==words.keys()-{key}
+    learn = learner_with_three_warnings()
     with weights_unchanged(learn), pytest.raises(AccumulationWarning), collect_warnings('error'):
         learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
 

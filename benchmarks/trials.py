@@ -90,7 +90,8 @@ class Replaces(Callback):
 def of_weights(learn): return .1*sum(p.square().sum() for p in learn.model.parameters())
 cbs = dict(none=list, none2=list, weights=lambda: [Adds(of_weights)],
     mean=lambda: [Adds(lambda l: l.pred.square().mean())], sums=lambda: [Adds(lambda l: .1*l.pred.square().sum())],
-        bs,kwargs = rng.choice([(1,{}), (4,{}), (8,{}), (16,dict(micro_batch_size=4)), (32,dict(micro_batch_size=8))])
+    centre=lambda: [Adds(lambda l: l.pred.mean(0).square().sum())], rows=lambda: [Clean()],
+    replaces=lambda: [Replaces()])
 
 def run(model, loss, callback, bs, acc=None):
     "Return the weights before and after a fit, and the entries of its warnings"

@@ -16,7 +16,6 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from threading import Event
 from torch.nn import functional as F
 from fastai.vision.all import AMPMode, Callback, MixedPrecision, Module
 from torch.amp import GradScaler, autocast
@@ -112,21 +111,21 @@ class RecordAt(CallAt):
         self.values = []
         super().__init__(event, lambda learn: self.values.append(f(learn)), order=order)
 
+raised = set()   # the `id` of each `RaiseAt` that has raised; not an attribute, because a trial restores those
 class RaiseAt(Callback):
     "Raises `exc` once: at `event`, after `event` has passed `skip` times without an error"
     def __init__(self, event, exc, order, skip=0):
         self.order,self.exc,self.skip,self.n_heard = order,exc,skip,0
-        self.has_raised = Event()   # a trial of the loss restores numbers and lists, but not this
         setattr(self, event, lambda: self.hear())
     def hear(self):
         self.n_heard += 1
         if self.n_heard!=self.skip+1: return
-        self.has_raised.set()
+        raised.add(id(self))
         raise self.exc('planted')
     @property
     def raised(self):
         "Whether the exception was raised"
-        return self.has_raised.is_set()
+        return id(self) in raised
 
 # Mixed precision on a CPU; fastai's `MixedPrecision` does nothing on a CPU
 

@@ -24,7 +24,10 @@ def count_synchronizations(cbs, **kwargs):
     "Return how often each of 18 micro-batches synchronizes, from its forward pass to the next one"
     learn,counts = toy(4, n=70, **kwargs),[]
     with synchronizations() as called:
-        learn.model.register_forward_pre_hook(lambda *_: counts.append(len(called)))
+        # a trial of the loss runs the model without gradients: count its calls with those of the micro-batch
+        def note(*_):
+            if torch.is_grad_enabled(): counts.append(len(called))
+        learn.model.register_forward_pre_hook(note)
         learn.fit_one_cycle(1, 0.01, cbs=cbs)
     return [b-a for a,b in zip(counts[:18], counts[1:18])]
 
@@ -55,7 +58,10 @@ def test_the_noise_scale_synchronizes_once_in_a_measured_step(every):
     assert run(NoiseScale(every=every))-run()==4//every
 
 def test_a_fit_looks_for_changed_gradients_in_its_first_step_only(monkeypatch):
-    "Gradients that a callback changes within a step have another version; reading versions takes time"
+    """Gradients that a callback changes within a step have another version; reading versions takes time
+
+    The version of the loss is read for each callback that may change it.
+    """
     read,after_steps = [],[]
     version = torch.Tensor._version
     def read_version(t):
@@ -66,7 +72,8 @@ def test_a_fit_looks_for_changed_gradients_in_its_first_step_only(monkeypatch):
     learn = toy(4, n=64, cbs=[GradientAccumulation(16),note])
     for _ in range(2):
         learn.fit(2, 0.1)
-        assert after_steps[0]>0 and after_steps==[after_steps[0]]*8
+        later = {b-a for a,b in zip(after_steps, after_steps[1:])}
+        assert len(after_steps)==8 and max(later)<=16<after_steps[0]
         read.clear()
         after_steps.clear()
 

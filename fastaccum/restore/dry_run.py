@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/restore/dry_run.html.md"""
 
 # %% auto #0
 __all__ = ['Snapshot', 'takes_part', 'Batches', 'eager_and_exact', 'CountSteps', 'loader_state', 'training_device', 'DryRun',
-           'fit_state']
+           'kept_by_functions', 'fit_state']
 
 # %% ../../nbs/restore/01_dry_run.ipynb #imports
 import sys, warnings
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import CellType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from fastai.callback.core import Callback, CancelFitException
 from fastai.learner import Learner, Recorder
 from fastai.torch_core import default_device
@@ -258,16 +258,38 @@ def fit(self:DryRun, dl:object, cbs:list, lr:float|slice|None=0., without:tuple|
     finally: self.snap.put_back()
 
 # %% ../../nbs/restore/01_dry_run.ipynb #fit-state
+def kept_by_functions(objects:Iterable)->tuple: # Closure cells, objects that may change, and iterators
+    "Find what functions among `objects` keep in closures and default values, and what containers hold"
+    cells,kept,iterators,seen,todo = [],[],[],set(),list(objects)
+    while todo:
+        o = todo.pop()
+        if id(o) in seen: continue
+        seen.add(id(o))
+        if isinstance(o, FunctionType):
+            own = [c for c in o.__closure__ or () if c!=CellType()]
+            cells += own
+            todo += [*(c.cell_contents for c in own),*(o.__defaults__ or ())]
+        elif isinstance(o, MethodType): todo.append(o.__func__)
+        elif isinstance(o, partial): todo += [o.func,*o.args,*o.keywords.values()]
+        elif hasattr(type(o), '__next__'): iterators.append(o)
+        elif isinstance(o, (dict,list,set,torch.Tensor,nn.Module)): kept.append(o)
+    return cells,kept,iterators
+
 def fit_state(learn:Learner, cbs:list)->Snapshot:
-    "Record what the callbacks `cbs`, the model and the loss function may change, except for parameters"
+    """Record what the callbacks `cbs`, the model and the loss function may change, except for parameters
+
+    ValueError: a callback or the loss function holds an iterator, which cannot be restored
+    """
     dls,model = learn.dls,learn.model
     loaders = [*dls.loaders,learn.dl]
     datasets = [getattr(o, 'dataset', None) for o in loaders]
     skip = [*model.parameters(), learn.opt, dls, *loaders, *datasets]
     others = [o for o in learn.cbs if not any(o is x for x in cbs)]
-    cells = [o for o in getattr(learn.loss_func, '__closure__', None) or () if o!=CellType()]
-    kept = [o.cell_contents for o in cells if isinstance(o.cell_contents, (dict,list,set,torch.Tensor,nn.Module))]
-    res = Snapshot(model, learn.loss_func, cbs, kept, shallow=(learn,*others), skip=skip)
+    cells,kept,iterators = kept_by_functions([learn.loss_func,*(o for cb in cbs for o in vars(cb).values())])
+    if iterators: raise ValueError('a callback or the loss function holds an iterator')
+    # lists on the Learner to which callbacks append
+    lists = [o for o in vars(learn).values() if isinstance(o, (dict,list,set))]
+    res = Snapshot(model, learn.loss_func, cbs, kept, lists, shallow=(learn,*others), skip=skip)
     devices = devices_of(model.modules())
     res.restores += [(setattr, o, 'cell_contents', o.cell_contents) for o in cells]
     res.restores += [(set_autocast_state, autocast_state(devices)), (set_rng_state, rng_state(devices))]

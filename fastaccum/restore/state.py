@@ -126,7 +126,8 @@ def put_items(o:dict|list|set|deque, items:list):
     if len(current)==len(items) and all(a is b for a,b in zip(current, items)): return
     o.clear()
     if isinstance(o, (list,deque)): o.extend(items)
-    else: o.update(zip(items[::2], items[1::2]) if isinstance(o, dict) else items)
+    elif isinstance(o, dict): dict.update(o, zip(items[::2], items[1::2]))   # `Counter.update` would count
+    else: o.update(items)
 
 # %% ../../nbs/restore/00_state.ipynb #find
 # types whose objects never change, so that a `ForwardState` need not remember them

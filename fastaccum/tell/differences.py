@@ -216,13 +216,18 @@ def _try_loss(self:Warnings):
     "Run a trial of the current micro-batch, and report what it shows"
     loop = self.loop
     learn,micro,n_items = loop.learn,loop.micro,loop.acc.n_items
-    is_part = self.parts is not None
-    n = self.parts.n if is_part else micro.n
-    if is_part: trial = Trial(learn, n_items, n, self.parts, (micro.start,micro.stop))
-    elif n>1: trial = Trial(learn, n_items, n, self.attrs)
-    else: trial = self._trial_of_pair()
-    if trial is None: return
-    verdict = trial.run()
+    parts = self.parts
+    try:
+        if parts is not None:
+            # a single row has no parts, so try it with the next row of the batch
+            stop = max(micro.stop, min(micro.start+2, parts.n))
+            if stop-micro.start<2: return
+            trial = Trial(learn, n_items, parts.n, parts, (micro.start,stop))
+        elif micro.n>1: trial = Trial(learn, n_items, micro.n, self.attrs)
+        else: trial = self._trial_of_pair()
+        if trial is None: return
+        verdict = trial.run()
+    except ValueError as e: verdict,trial = Verdict('untried', reason=str(e)),None
     self.n_left = self.n_left-1 if verdict.kind=='unknown' else 0
     if self.warns: self._report(verdict, trial)
 

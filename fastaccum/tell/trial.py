@@ -89,7 +89,7 @@ def relative_gap(whole:float, parts:list, weights:list|None=None, slack:float=0.
     Absolute differences up to `slack` count as 0.
     """
     if weights is None: terms = parts
-    elif not sum(weights)>0: return inf   # also for NaN
+    elif not sum(weights)>0: return inf
     else: terms = [w/sum(weights)*o for w,o in zip(weights, parts) if w]
     if not all(map(isfinite, terms)): return inf
     size = max(abs(whole), sum(map(abs, terms)))
@@ -182,10 +182,9 @@ def _hears(cb): return any(hasattr(type(cb), o) or o in vars(cb) for o in _event
 # %% ../../nbs/tell/01_trial.ipynb #trial-run
 @patch
 def run(self:Trial)->Verdict:
-    "Run the trial, and restore everything"
+    "Run the trial, at last with a single run of the model, whose inputs may not be divisible, and restore all"
     reasons = []
     try:
-        # at last, run the model once, in case its inputs cannot be split
         for self.is_as_in_fit,by_rows in ((False,False),(True,False),(True,True)):
             try:
                 with eager_and_exact(), catch_warnings():
@@ -213,6 +212,12 @@ def listeners(self:Trial, event:str)->list:
         return self.has_callbacks and takes_part(cb)
     return [cb for cb in StepLoop.listeners(self, event) if hears(cb)]
 
+def _largest(outputs):
+    "Return the largest absolute value in `outputs`, as a tensor, without reading it from a GPU"
+    tensors = [o for o in leaves(outputs) if isinstance(o, torch.Tensor) and o.is_floating_point() and o.numel()]
+    sizes = [o.detach().as_subclass(torch.Tensor).abs().max().float() for o in tensors]
+    return torch.stack([o.to(sizes[0].device) for o in sizes]).max() if sizes else 0.
+
 @patch
 def predict(self:Trial)->object:
     "Return the model's predictions for the current rows, and note whether the model draws random numbers"
@@ -220,18 +225,24 @@ def predict(self:Trial)->object:
     if self.outputs is None:
         model = learn.model
         if isinstance(model, DistributedDataParallel): model = model.module   # exchange no buffers
-        res = model(*learn.xb)
-    elif self.current==self.rows: res = copies(self.outputs)
+        with torch.set_grad_enabled(self.is_as_in_fit): res = model(*learn.xb)
+        # losses may recognize training by predictions that require gradients
+        if not self.is_as_in_fit: res = _with_grad(res)
+    elif self.current==self.rows: res = _with_grad(self.outputs)
     else:
         (first,end),(start,stop) = self.rows,self.current
-        res = copies(split(self.outputs, start-first, stop-first, end-first))
-    outputs = [o for o in leaves(res) if isinstance(o, torch.Tensor) and o.is_floating_point() and o.numel()]
-    # `max` of Python would read the tensors, and so synchronize the GPU
-    sizes = [o.detach().as_subclass(torch.Tensor).abs().max().float() for o in outputs]
-    self.largest = torch.stack([o.to(sizes[0].device) for o in sizes]).max() if sizes else 0.
+        res = _with_grad(split(self.outputs, start-first, stop-first, end-first))
+    self.largest = _largest(res)
     self.rng = rng_state(self.devices)
     self.model_draws = not same_rng(before, self.rng)
     return res
+
+def _with_grad(o):
+    "Let the tensors in `o` require gradients; they are no leaves, because a loss may write into them"
+    def copy(x):
+        can_require = isinstance(x, torch.Tensor) and x.is_floating_point()
+        return like_tensor(x.detach().requires_grad_().clone(), x) if can_require else x
+    return tree_map(copy, o)
 
 @patch
 def _share(self:Trial):
@@ -262,10 +273,9 @@ def _select(self:Trial, start, stop):
 
 @patch
 def _precision(self:Trial):
-    "Return a context without autograd and autocast, or one that changes nothing"
+    "Return a context without autocast, or one that changes nothing"
     stack = ExitStack()
     if self.is_as_in_fit: return stack
-    stack.enter_context(torch.no_grad())
     for o in {'cpu',*(o.type for o in self.devices)}: stack.enter_context(torch.autocast(o, enabled=False))
     return stack
 
@@ -319,8 +329,7 @@ def _measure(self:Trial, by_rows:bool=False)->list:
         if self.model_draws: return self._measure(by_rows=True)
     self._begin()
     res = _read([whole,*(self._run_rows(*o) for o in self.bounds)])
-    overflows = not by_rows and not isfinite(res[0].loss)
-    return self._measure(by_rows=True) if overflows else res
+    return res if by_rows or isfinite(res[0].loss) else self._measure(by_rows=True)
 
 # %% ../../nbs/tell/01_trial.ipynb #trial-verdict
 @patch
@@ -348,11 +357,12 @@ def _compare(self:Trial, by_rows:bool=False)->tuple: # The `Verdict`, and the `R
     # if a count of several labels per sample gives the same loss, this micro-batch cannot tell whether
     # the loss is a mean over samples or over labels
     best,off = self._best_count(whole, parts)
-    is_ambiguous = not is_sum and off<=self.tol and whole.counts[best]!=whole.samples
+    counts_agree = off<=self.tol and whole.counts[best]!=whole.samples
     # neither can it if samples have equally many items that are not one item each, such as class weights
     per_sample = {round(o.items/o.samples, 9) for o in parts}
-    is_ambiguous |= not is_sum and len(per_sample)==1 and per_sample!={1.}
-    return Verdict('unknown' if are_equal or is_ambiguous else 'right'),whole,parts
+    has_even_items = len(per_sample)==1 and per_sample!={1.}
+    is_unknown = are_equal or not is_sum and (counts_agree or has_even_items)
+    return Verdict('unknown' if is_unknown else 'right'),whole,parts
 
 @patch
 def _compare_again(self:Trial, **kwargs)->Verdict:
@@ -392,7 +402,7 @@ def _explain(self:Trial, verdict:Verdict, whole:Ran, parts:list)->Verdict:
         # the model is a cause: find out whether the loss of its predictions is right
         is_wrong = self._compare_again(by_rows=True).kind=='wrong'
         if kept and not is_wrong: return Verdict('unknown', state=state)
-        if not is_wrong: return verdict._replace(cause='model', remedy=self._whole_batch_remedy())
+        if not is_wrong: return verdict._replace(cause='model', remedy=_whole_batch_remedy(self.learn.model))
         by_rows = True
         verdict,whole,parts = self._compare(by_rows)
     self._compare(by_rows)
@@ -402,6 +412,8 @@ def _explain(self:Trial, verdict:Verdict, whole:Ran, parts:list)->Verdict:
     is_right_without = self._compare_again(by_rows=by_rows).kind=='right'
     if names and is_right_without: verdict = verdict._replace(cause='callbacks', names=names)
     return verdict._replace(state=state, remedy=remedy, code=code)
+
+def _whole_batch_remedy(model): return 'checkpoint' if has_segments(model) else 'smaller-step'
 
 @patch
 def _names_of_callbacks(self:Trial, changed_loss:list)->str:
@@ -431,8 +443,7 @@ def _kept_state(self:Trial)->tuple: # 'model', 'loss' or ''; and names of buffer
 def _are_same(self:Trial, a:object, b:object)->bool:
     "Whether two outputs of the model are the same up to rounding"
     pairs = [(x,y) for x,y in zip(leaves(_detached(a)), leaves(_detached(b))) if isinstance(x, torch.Tensor)]
-    tol = max(self.tol, 1e-4) if self.tol>1e-6 else self.tol
-    return all(is_close(x, y, tol) for x,y in pairs)
+    return all(is_close(x, y, self.tol if self.tol<1e-6 else max(self.tol, 1e-4)) for x,y in pairs)
 
 # %% ../../nbs/tell/01_trial.ipynb #trial-remedy
 @patch
@@ -446,7 +457,7 @@ def _find_remedy(self:Trial, whole:Ran, parts:tuple)->tuple: # The fields `remed
     if self.mean.is_sum and agrees(samples): return 'mean',''
     if not self.mean.is_sum and agrees(): return 'sum',''
     if self._is_right_with_cache(whole): return 'cache',''
-    return self._whole_batch_remedy(),''
+    return _whole_batch_remedy(self.learn.model),''
 
 @patch
 def _can_count(self:Trial, i:int)->bool:
@@ -454,11 +465,6 @@ def _can_count(self:Trial, i:int)->bool:
     try: self.counts[i](self.learn)
     except Exception: return False
     return True
-
-@patch
-def _whole_batch_remedy(self:Trial)->str:
-    "Return what shows the model all samples of a step"
-    return 'checkpoint' if has_segments(self.learn.model) else 'smaller-step'
 
 @patch
 def _outputs_of_parts(self:Trial)->object:
@@ -477,13 +483,9 @@ def _has_same_outputs(self:Trial)->bool:
     except Exception: return True
     self._begin()
     self._run_rows(*self.rows)
-    return self._are_same(joined, self.learn.pred) or not self._have_rows(joined)
-
-@patch
-def _have_rows(self:Trial, outputs)->bool:
-    "Whether all tensors among `outputs` have a row for each sample"
-    start,stop = self.rows
-    return all(has_rows(o, stop-start) for o in leaves(outputs) if isinstance(o, torch.Tensor))
+    n_rows = self.rows[1]-self.rows[0]
+    have_rows = all(has_rows(o, n_rows) for o in leaves(joined) if isinstance(o, torch.Tensor))
+    return self._are_same(joined, self.learn.pred) or not have_rows
 
 @patch
 def _is_right_with_cache(self:Trial, whole:Ran)->bool:

@@ -2,13 +2,13 @@
 
 A forward or backward pass that ran out of memory is undone, and the run is the full-batch run.
 """
-import numpy as np, pytest, random, torch
+import numpy as np, pytest, random, torch, warnings
 from functools import partial
 from hypothesis import example, given, strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 from fastai.vision.all import Callback, GradientClip, LossMetrics, accuracy, set_seed
-from fastaccum import AutoSize, GradientAccumulation, GradientCache
+from fastaccum import AutoSize, GradientAccumulation, GradientCache, StateWarning
 from fastaccum.step.split import Division
 from fastaccum.testing import CrossEntropy, assert_same_run, one_cycle, toy
 from common import (CpuLossScaling, CpuMixedPrecision, LimitedMemory, RaiseAt, RecordAt, collect_warnings,
@@ -170,7 +170,9 @@ def test_an_error_is_raised_if_a_single_sample_does_not_fit(acc):
         learn.fit(1, 0.1, cbs=acc)
     assert not replaced_methods(learn)
     learn.model[2].runs_out = None
-    with collect_warnings('error'): learn.fit(1, 0.1, cbs=acc)
+    with collect_warnings('error'):
+        warnings.filterwarnings('ignore', category=StateWarning)   # the layer counts its samples in a buffer
+        learn.fit(1, 0.1, cbs=acc)
 
 @pytest.mark.parametrize('event,exc,skip', [('after_pred',RuntimeError,1),('before_backward',KeyboardInterrupt,1),
     *((o,torch.OutOfMemoryError,1) for o in ('after_backward','before_step','after_step')),
@@ -179,7 +181,8 @@ def test_other_errors_are_raised_and_no_step_is_repeated(event, exc, skip):
     "Other errors include those of memory that runs out after the backward pass, in or after the step"
     learn,cb = learner(16, n=64),RaiseAt(event, exc, 70, skip=skip)
     with pytest.raises(exc, match='planted'): learn.fit(1, 0.1, cbs=[auto(32),cb])
-    assert cb.n_heard==skip+1
+    # an interrupt within a trial of the loss restores the number that the callback has heard
+    assert cb.raised and cb.n_heard==(0 if exc is KeyboardInterrupt else skip+1)
 
 # A `Division` of the user
 

@@ -206,7 +206,7 @@ def test_after_batch_comes_when_a_split_batch_is_whole_again(accum, by_step, n_e
     part.
     """
     class KeepsInputs(Callback):
-        run_valid,per_step = False,by_step
+        run_valid,per_step,run_bs_find = False,by_step,False   # `run_bs_find`: takes no part in trials of the loss
         def before_batch(self): self.kept = self.whole = self.x.clone()
         def after_pred(self): parts.append(self.kept.equal(self.x) and len(self.x))
         def after_batch(self): ends.append((self.kept is self.whole and len(self.kept), len(self.x), len(self.pred)))

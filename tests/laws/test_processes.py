@@ -457,9 +457,9 @@ def test_each_process_warns_of_its_communication_hook_and_one_process_of_the_ste
 
 @on_processes(2)
 def test_the_cache_warns_that_a_communication_hook_is_not_used():
-    b = distributed_learner(even, loss_func=nt_xent)
-    b.model.register_comm_hook(None, lambda state,bucket: 1/0)
     for cbs in ([GradientCache(micro_batch_size=2)], [GradientCache(micro_batch_size=2),GradientAccumulation(16)]):
+        b = distributed_learner(even, loss_func=nt_xent)
+        b.model.register_comm_hook(None, lambda state,bucket: 1/0)
         with collect_warnings() as collected: b.fit(1, cbs=cbs)
         assert sum('communication hook' in str(o.message) for o in collected)==1
 

@@ -440,7 +440,7 @@ def test_a_result_leads_to_the_section_with_the_words_and_shows_a_sentence_of_it
             ('fp16', 0, 'Mixed precision', 'guides/mixed_precision.html', 'to_fp16()'),
             ('batchnorm resnet', 0, 'BatchNorm', 'guides/batchnorm.html', 'BatchNorm'),
             ('memory adam', 1, 'Images > Accuracy, memory and time', 'guides/images.html#accuracy-memory-and-time',
-                'less memory')]:
+                'Memory includes')]:
         tab.goto(f'{url}search.html?q={query}')
         tab.wait_for_function("document.querySelector('.search-summary').innerText.includes('result')")
         item = tab.locator('#search-results li').nth(place)

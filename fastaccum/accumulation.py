@@ -48,7 +48,7 @@ class GradientAccumulation(QuietCallback):
     torch.OutOfMemoryError: with `micro_batch_size='auto'`, a single sample or the optimizer state does
         not fit in memory
     AccumulationWarning: during a fit, the run differs or may differ from the full-batch run; issued
-        once per fit for each cause
+        once for each Learner and cause
     """
     # 12: after `DistributedTrainer`, which has 11, like `GradientClip`. It replaces the loader with a
     # `DistributedDL`, from whose batches the steps are made.

@@ -33,7 +33,7 @@ def random_numbers_seeded():
 
 # How many random examples hypothesis tries for each test: always the same examples, or new ones with
 # HYPOTHESIS=random. There is no deadline for an example, because machines differ in speed.
-max_examples = 100 if os.environ.get('TESTS')=='all' else 20
+max_examples = dict(all=100, few=7).get(os.environ.get('TESTS'), 20)
 settings.register_profile('same', deadline=None, derandomize=True, max_examples=max_examples)
 settings.register_profile('random', deadline=None, max_examples=max_examples)
 settings.load_profile(os.environ.get('HYPOTHESIS', 'same'))

@@ -27,13 +27,14 @@ from fastaccum.testing import toy_data
 
 # `make test-all` sets TESTS=all and runs every case of a test; `make test` runs some of the cases, and with TESTS=few,
 # as with the second Python in .ci/run, it runs a third of them
-how_many = os.environ.get('TESTS')
+run_all_cases = os.environ.get('TESTS')=='all'
+run_few_cases = os.environ.get('TESTS')=='few'
 
 def pick_cases(n, cases):
-    "Return `n` of the `cases`, always the same; with `TESTS=all`, return all cases, and with `TESTS=few`, a third of `n`"
+    "Return `n` of the `cases`, always the same; with `TESTS=all`, all of them, and with `TESTS=few`, a third of `n`"
     cases = list(cases)
-    if how_many=='few': n = -(-n//3)
-    if how_many=='all' or n>=len(cases): return cases
+    if run_few_cases: n = -(-n//3)
+    if run_all_cases or n>=len(cases): return cases
     return [cases[i] for i in sorted(Random(n).sample(range(len(cases)), n))]
 
 # Data and losses

@@ -324,15 +324,9 @@ def _loss_row(self:_Diagnosis):
     gradients_agree = self.rest_off is not None and self.rest_off<=self.tol
     if loss.kind=='wrong' and loss.cause in ('loss','state') and not (gradients_agree and self.cbs):
         where = 'in micro-batches of unequal sizes' if gradients_agree else ''
-        return Row('loss', loss.off, tol, where, self._loss_remedy())
+        return Row('loss', loss.off, tol, where, remedy_of(loss, self.compare.most))
     if gradients_agree: return Row('loss', self.rest_off, self.tol)
     return Row('loss', None if loss.reason else 0., tol, loss.reason)
-
-@patch
-def _loss_remedy(self:_Diagnosis):
-    "Return the remedy that the trial of the loss has found"
-    loss,n = self.probe.loss,self.compare.most
-    return remedy_of(loss, False, n) if loss.remedy else text_of('remedy/cache', n)
 
 # %% ../nbs/02_accum_check.ipynb #rows-predictions
 def _in_one_cell(*texts):
@@ -392,7 +386,7 @@ def _callbacks_row(self:_Diagnosis):
     if self.cbs:
         names = ', '.join(type(o).__name__ for o in self.cbs)
         remedy = f'{self.split_remedy}, if only batches are changed, as by MixUp; or {self.cache_remedy}'
-        if self.probe.loss.names: remedy = self._loss_remedy()
+        if self.probe.loss.names: remedy = remedy_of(self.probe.loss, self.compare.most)
         return Row('callbacks', self.frozen_off, tol, names, remedy)
     names = [type(o).__name__ for o in self.needed if not type(o).__module__.startswith('fastai.')]
     has_other_cause = not self.probe.agree or self.probe.loss.cause=='loss'

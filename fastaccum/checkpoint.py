@@ -15,7 +15,6 @@ from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import noop, patch
 from fastcore.foundation import L
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from .base.arguments import check_function

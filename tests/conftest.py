@@ -1,4 +1,4 @@
-import gc, os, random
+import gc, os, random, sys
 import numpy as np, pytest, torch
 from hypothesis import settings
 # pytest calls this hook for each test, and so runs the tests of laws/test_device.py in a separate
@@ -30,6 +30,16 @@ def random_numbers_seeded():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+@pytest.fixture(autouse=True)
+def compiled_code_forgotten():
+    """Make PyTorch forget what it has compiled, after each test
+
+    PyTorch compiles each function for at most eight backends and kinds of inputs in a process. Otherwise a test
+    that compiles the model of `toy` would train it without compiling it, if other tests had compiled it before.
+    """
+    yield
+    if 'torch._dynamo' in sys.modules: torch.compiler.reset()
 
 # How many random examples hypothesis tries for each test: always the same examples, or new ones with
 # HYPOTHESIS=random. There is no deadline for an example, because machines differ in speed.

@@ -13,7 +13,7 @@ __all__ = ['catalogue', 'warn_once', 'AccumulationWarning', 'LossWarning', 'Batc
 import builtins, re, sys, torch
 from typing import NamedTuple
 from warnings import warn as _warn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastcore.basics import patch
 
@@ -107,30 +107,37 @@ def warn(key:str, *args:object, **values:object):
     _warn(refuse(key, *args, **values), stacklevel=user_level)
 
 # %% ../../nbs/base/00_messages.ipynb #said
-_told = WeakKeyDictionary()   # Learner -> the `told` of its last `WarnOnce`
+# Learner -> (weak reference to its loss function, texts of the warnings that its fits have given). Nothing here
+# keeps a Learner alive, although a loss function may refer to its Learner.
+_told = WeakKeyDictionary()
+
+def _told_of(learn):
+    "Return the set of texts, without numbers, of the warnings of earlier fits with the same loss function"
+    # a bound method is a new object each time, so take the object to which it belongs
+    loss_func = getattr(learn.loss_func, '__self__', learn.loss_func)
+    known = _told.get(learn)
+    if known is None or known[0]() is not loss_func: known = _told[learn] = ref(loss_func),set()
+    return known[1]
 
 class WarnOnce:
     """Gives each warning once; warnings that share an entry on the page Messages count as one
 
-    `owner`: the Learner that is trained. A second fit of the same Learner, as in `fine_tune`, repeats a
-    warning only if the Learner has got another loss function, or the warning another cause.
+    `learn`: the Learner that is trained. A second fit of the same Learner, as in `fine_tune`, repeats a
+    warning only if the Learner has got another loss function, or the warning has another text.
     """
-    def __init__(self, owner:object=None):
+    def __init__(self, learn:object=None):
         self.given = set()   # the entries of the warnings given in this fit
-        loss_func = getattr(owner, 'loss_func', None)
-        known = _told.get(owner) if owner is not None else None
-        # (loss function, texts without numbers of the warnings of all fits)
-        self.told = known if known and known[0] is loss_func else (loss_func,set())
-        if owner is not None: _told[owner] = self.told
+        # the texts, without numbers, of the warnings of all fits of `learn`
+        self.told = set() if learn is None else _told_of(learn)
 
     def __call__(self, key:str, *args:object, **values:object):
         "Give the warning with this key, unless a warning with the same entry was given before"
         entry = key.partition('/')[0]
         if entry in self.given: return
         self.given.add(entry)
-        cause = re.sub(r'\d+(\.\d+)?%?', '', text_of(key, *args, **values))
-        if cause in self.told[1]: return
-        self.told[1].add(cause)
+        text = re.sub(r'\d+(\.\d+)?%?', '', text_of(key, *args, **values))
+        if text in self.told: return
+        self.told.add(text)
         warn(key, *args, **values)
 
 # %% ../../nbs/base/00_messages.ipynb #memory

@@ -23,7 +23,8 @@ from ..restore.dry_run import DryRun
 from ..restore.state import ChangedAttrs, ForwardState, QuietCallback
 from ..step.batch import bounds, leaves, n_samples
 from ..step.memory import is_out_of_memory
-from ..tell.trial import Trial, Verdict, batchnorms
+from ..tell.refuse import batchnorms
+from ..tell.trial import Trial, Verdict
 
 # %% ../../nbs/check/01_causes.ipynb #watch
 def _tensors(o): return [t for t in leaves(o) if isinstance(t, torch.Tensor)]
@@ -189,7 +190,7 @@ def before_batch(self:FirstBatchProbe):
 @patch
 def _try_loss(self:FirstBatchProbe):
     trial = Trial(self.learn, self.n_items, self.n, self.attrs)
-    self.loss = trial.run()
+    self.loss = trial.run()   # before `loss_tol`, because the trial finds its own tolerance
     self.loss_tol = trial.tol
 
 # %% ../../nbs/check/01_causes.ipynb #first-model

@@ -259,8 +259,10 @@ def fit(self:DryRun, dl:object, cbs:list, lr:float|slice|None=0., without:tuple|
 
 # %% ../../nbs/restore/01_dry_run.ipynb #fit-state
 def kept_by_functions(objects:Iterable)->tuple: # Closure cells, objects that may change, and iterators
-    "Find what functions among `objects` keep in closures and default values, and what containers hold"
-    cells,kept,iterators,seen,todo = [],[],[],set(),list(objects)
+    "List what may change among `objects`, and in the closures and default values of functions among them"
+    cells,kept,iterators = [],[],[]
+    seen = set()
+    todo = list(objects)
     while todo:
         o = todo.pop()
         if id(o) in seen: continue

@@ -247,7 +247,9 @@ def again(self:ForwardState):
         for d,buffers in self.buffers:
             d.update({k:copies[id(b)] for k,b in buffers.items() if id(b) in copies})
         yield
-    finally: before._put()
+    # Otherwise, Ctrl-C could leave autocast with the state of the earlier pass, and later fits would use
+    # weights that were cast before their last update.
+    finally: uninterrupted(before._put)
 
 @patch
 def settle(self:ForwardState):

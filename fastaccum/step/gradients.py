@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/step/gradients.html.md"""
 
 # %% auto #0
 __all__ = ['params_of', 'other_params', 'empty_grads', 'number_on', 'scale_grads', 'in_half', 'is_compiled', 'GradSums',
-           'grad_sums_for', 'GradVersions', 'UndoBackward']
+           'grad_sums_for', 'complete_grads', 'GradVersions', 'UndoBackward']
 
 # %% ../../nbs/step/04_gradients.ipynb #imports
 import torch
@@ -103,6 +103,27 @@ def grad_sums_for(learn:Learner)->GradSums|None:
     params = params_of(learn.opt)+other_params(learn)
     is_needed = bool(in_half(params)) or any(map(is_compiled, learn.model.modules()))
     return GradSums(params) if is_needed else None
+
+# %% ../../nbs/step/04_gradients.ipynb #complete
+def complete_grads(
+    opt:Optimizer|OptimWrapper,
+    others:list, # Parameters that `opt` does not step, from `other_params`
+    sums:GradSums|None, # The gradients of the step, if they are not in `grad`
+    correction:float|torch.Tensor, # Factor that makes the step's weighted sum of losses its mean loss
+    processes:object # The `Processes` that train the model together
+):
+    "Turn the gradients of a step's micro-batches into those of the mean loss of all processes"
+    params = [p for p in params_of(opt) if p.requires_grad]
+    if sums is not None:
+        grads = {p:g*number_on(g.device, correction) for p,g in sums.pop().items()}
+    else:
+        own = {id(p) for p in params} if others else ()   # a GAN switches between optimizers
+        scale_grads(params+[p for p in others if id(p) not in own], correction)
+        grads = {}   # parameter -> gradient to sum over processes (DDP) or to coalesce (sparse)
+        for p in params:
+            if p.grad is not None and (processes.ddps or p.grad.is_sparse): grads[p] = p.grad
+    if processes.ddps: processes.exchange(params, grads)
+    for p,g in grads.items(): p.grad = (g.coalesce() if g.is_sparse else g).to(p.dtype)
 
 # %% ../../nbs/step/04_gradients.ipynb #check
 class GradVersions:

@@ -240,9 +240,11 @@ class Step:
         # `wanted_here`, its part of the effective batch size, or `n_here` if the epoch has fewer left.
         # Otherwise `n_here` may be larger than `wanted_here`, because it counts whole batches.
         self.target = min(self.n_here, plan.wanted_here)
-        # whether each batch of the loader is a step: such a step ends with its batch, even if the batch
-        # has fewer samples than planned, as in the middle of an epoch if workers make batches
+        # Whether each batch of the loader is a step. Such a step ends with its batch, which may have fewer
+        # samples than planned, also in the middle of an epoch if workers make batches: `StepLoop.run_step`
+        # sets `target` to the samples of the batch.
         self.is_one_batch = plan.wanted_here==batches.sizes.bs
+        # the most samples that the step may have
         self.wanted = plan.wanted_here if self.is_one_batch else self.target
 
     def _refuse(self, *_):
@@ -254,14 +256,8 @@ class Step:
 
         Returns 0 if the loader has no more samples.
         """
-        missing = self.target-counted
+        missing = self.target-counted if counted else self.wanted
         return missing if missing>0 and self.batches.has_more() else 0
-
-    def take(self, max_samples:int)->tuple:
-        "Return the next batch of the step, of at most `max_samples` samples, and its number of samples"
-        if not self.is_one_batch: return self.batches.take(max_samples)
-        b,self.target = self.batches.take(self.wanted)
-        return b,self.target
 
     def is_incomplete(self, counted:int)->bool:
         "Whether the step, with `counted` samples, is the last of an epoch and smaller than the others"

@@ -11,6 +11,7 @@ __all__ = ['StepLoop', 'CurrentStep']
 import time, torch
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException,
     CancelStepException)
@@ -20,22 +21,22 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from ..restore.state import ChangedAttrs, autocast_state, devices_of, set_autocast_state
 from .batch import batch_device, n_samples
-from fastaccum.step.gradients import (GradVersions, empty_grads, grad_sums_for, number_on, other_params,
-    params_of, scale_grads)
+from fastaccum.step.gradients import (GradVersions, complete_grads, empty_grads, grad_sums_for, other_params,
+    params_of)
 from .loader import Step, StepLoader, samples_of
-from .log import Listeners, LogRows, Watch, hears_steps, records
+from .log import LogRows, Watch, hears_steps, records
 from .mean import ItemCounter, KeptLosses, StepMean, plain_tensor
 from .plan import Plan
 from .processes import Processes
 from .split import BatchParts, MicroBatch, Retries, explain_split
 
 # %% ../../nbs/step/09_loop.ipynb #loop
-class StepLoop(Listeners):
+class StepLoop:
     "Runs the steps of one fit; a step has several micro-batches, and is one batch for the Learner"
     def __init__(self, acc:Callback, learn:Learner, watch:Watch|None=None):
         # state of the fit
-        super().__init__(learn)
         self.acc = acc                           # the `GradientAccumulation` that runs this loop
+        self.learn = learn
         self.watch = watch or Watch()            # is told what the loop does
         self.processes = Processes(learn.model)  # the processes that train this model together
         self.plan = None                         # the `Plan` of the fit
@@ -44,6 +45,7 @@ class StepLoop(Listeners):
         self.counter = ItemCounter(acc.n_items)  # counts the items of which the loss is a mean
         self.log_rows = LogRows()                # makes TensorBoard and W&B log steps, not micro-batches
         self.last_loss = 0.                      # mean loss of the previous step
+        self.cbs = []                            # the Learner's callbacks when `by_event` was filled
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
@@ -55,6 +57,7 @@ class StepLoop(Listeners):
         # whether Recorder has training metrics, which see every micro-batch but are recorded per step
         self.train_metrics = False
         # state of the step, set by `run_step`
+        self.by_event = {}                       # an event -> the callbacks that have a method for it
         self.step = None                         # the `Step` that runs
         self.mean = None                         # a `StepMean`: the mean loss of `step` so far
         self.kept_losses = None                  # a `KeptLosses`, if there are metrics
@@ -84,6 +87,29 @@ class StepLoop(Listeners):
     def is_last_micro_batch(self)->bool:
         "Whether the micro-batch that runs is the last one of the step"
         return self.micro.n_before+self.micro.n>=self.step.target
+
+# %% ../../nbs/step/09_loop.ipynb #events
+@patch
+def listeners(self:StepLoop, event:str)->list:
+    "List the callbacks that have a method for `event`, in the order in which fastai calls them"
+    cbs = self.learn.cbs.items
+    if cbs!=self.cbs: self.cbs,self.by_event = list(cbs),{}   # a callback was added or removed
+    if event not in self.by_event:
+        in_order = sorted(cbs, key=attrgetter('order'))
+        self.by_event[event] = [cb for cb in in_order if hasattr(type(cb), event) or event in vars(cb)]
+    return self.by_event[event]
+
+@patch
+def _per_batch(self:StepLoop)->list:
+    "List the callbacks that get `after_batch` once per batch of the loader"
+    cbs = self.listeners('after_batch')
+    if 'per batch' not in self.by_event: self.by_event['per batch'] = [o for o in cbs if not hears_steps(o)]
+    return self.by_event['per batch']
+
+@patch
+def send(self:StepLoop, event:str):
+    "Call the method `event` of each callback that has one"
+    for cb in self.listeners(event): cb(event)
 
 # %% ../../nbs/step/09_loop.ipynb #current
 class CurrentStep(NamedTuple):
@@ -143,7 +169,8 @@ def run_step(self:StepLoop, i:int, step:Step):
     try:
         missing = step.n_missing(0)
         while missing:
-            b,n = step.take(missing)
+            b,n = step.batches.take(missing)
+            if step.is_one_batch: step.target = n
             self._run_batch(b, n)
             self.n_read += n
             missing = step.n_missing(self.n_read)
@@ -167,7 +194,9 @@ def _finish_step(self:StepLoop):
         return self._drop_step()
     self.mean.sum_up()
     if not self.mean.samples: return self._cancel_step()
-    self._complete_grads()
+    opt,correction = self.learn.opt,self.mean.correction
+    complete_grads(opt, self.others, self.grad_sums, correction, self.processes)
+    self.acc.record_step(self.step)
     self._take_step()
 
 @patch
@@ -187,7 +216,7 @@ def _run_batch(self:StepLoop, b, n):
     changed = ChangedAttrs([learn,*learn.cbs]) if may_split else None
     learn._split(self._on_device(b))
     try: self.send('before_batch')
-    except CancelBatchException: return self._cancelled_batch()
+    except CancelBatchException: return self._leave_out()
     if may_split: self._run_split(n, changed)
     else: self._run_micro_batch()
 
@@ -206,7 +235,7 @@ def _run_micro_batch(self:StepLoop):
     "Run forward pass, loss and backward pass, as fastai's `_do_one_batch` does"
     self.watch.before_forward()
     try: self.forward_backward()
-    except CancelBatchException: self._cancelled_batch()
+    except CancelBatchException: self._leave_out()
     if self.micro.has_run and self.train_metrics:
         for metric in self.learn.metrics: metric.accumulate(self.learn)
 
@@ -311,13 +340,9 @@ def count_micro_batch(self:StepLoop):
 
 # %% ../../nbs/step/09_loop.ipynb #cancel
 @patch
-def _cancelled_batch(self:StepLoop):
-    "After `CancelBatchException`: leave the micro-batch out, unless its backward pass has run"
-    if not self.micro.has_run: self._leave_out()
-
-@patch
 def _leave_out(self:StepLoop):
-    "Leave the micro-batch out of the step's mean"
+    "Leave a cancelled micro-batch out of the step's mean, unless its backward pass has run"
+    if self.micro.has_run: return
     self.n_left_out += 1
     if self.micro.has_loss: self.mean.leave_out(self.learn, self.micro.n)
     self.watch.left_out()
@@ -357,25 +382,6 @@ def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
 def _put_back_inputs(self:StepLoop):
     "If the batch was split, set `xb` and `yb` to the micro-batch to which `learn.pred` belongs"
     if self.micro and self.micro.batch: self.learn.xb,self.learn.yb = self.micro.batch
-
-# %% ../../nbs/step/09_loop.ipynb #complete
-@patch
-def _complete_grads(self:StepLoop):
-    "Turn the gradients into those of the step's mean loss"
-    processes = self.processes
-    params = [p for p in params_of(self.learn.opt) if p.requires_grad]
-    correction = self.mean.correction
-    if self.grad_sums is not None:
-        grads = {p:g*number_on(g.device, correction) for p,g in self.grad_sums.pop().items()}
-    else:
-        own = {id(p) for p in params} if self.others else ()   # a GAN switches between optimizers
-        scale_grads(params+[p for p in self.others if id(p) not in own], correction)
-        grads = {}   # parameter -> gradient to sum over processes (DDP) or to coalesce (sparse)
-        for p in params:
-            if p.grad is not None and (processes.ddps or p.grad.is_sparse): grads[p] = p.grad
-    if processes.ddps: processes.exchange(params, grads)
-    for p,g in grads.items(): p.grad = (g.coalesce() if g.is_sparse else g).to(p.dtype)
-    self.acc.record_step(self.step)
 
 # %% ../../nbs/step/09_loop.ipynb #take
 @patch

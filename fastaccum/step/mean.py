@@ -107,9 +107,10 @@ def read_loss_settings(loss_func:Callable)->LossSettings:
         if isinstance(f, partial): kwargs = {**f.keywords, **kwargs}
         f = f.func
     is_ce = isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)) or f is F.cross_entropy or f is F.nll_loss
-    defaults = dict(reduction='mean', ignore_index=-100 if is_ce else None, weight=None)
-    values = [kwargs.get(k, getattr(f, k, default)) for k,default in defaults.items()]
-    return LossSettings(f, None, *values, is_ce)
+    reduction = kwargs.get('reduction', getattr(f, 'reduction', 'mean'))
+    ignore_index = kwargs.get('ignore_index', getattr(f, 'ignore_index', -100 if is_ce else None))
+    weight = kwargs.get('weight', getattr(f, 'weight', None))
+    return LossSettings(f, None, reduction, ignore_index, weight, is_ce)
 
 def find_n_items(loss_func:Callable)->Callable|None:
     """Determine which items `loss_func` averages: samples, or targets that are not ignored

@@ -22,7 +22,7 @@ from ..base.arguments import check_count, check_function
 from ..base.messages import WarnOnce, append_message, refuse, warn
 from fastaccum.restore.state import (ChangedAttrs, ForwardState, autocast_state, devices_of,
     set_autocast_state)
-from .batch import even_sizes, has_rows, n_samples, split
+from .batch import even_sizes, has_rows, split
 from .gradients import UndoBackward, params_of
 from .memory import free_memory, is_out_of_memory
 

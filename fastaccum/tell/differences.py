@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..base.arguments import class_names, our_callback
 from ..base.messages import WarnOnce, refuse, text_of
 from ..restore.state import ChangedAttrs
-from ..step.batch import has_rows, join
+from ..step.batch import copies, has_rows, join
 from ..step.gradients import GradVersions, params_of
 from ..step.loader import by_batch_size
 from ..step.log import Watch
@@ -26,9 +26,9 @@ from ..step.memory import explain_fixed_size, explain_unsplit
 from ..step.plan import count_of
 from ..step.mean import TargetCounter
 from ..step.split import BatchParts
-from .refuse import check_left_out, hooked_params, per_micro_batch_comms
+from .refuse import batchnorms, check_left_out, hooked_params, per_micro_batch_comms
 from ..whole.segments import has_segments
-from .trial import Trial, Verdict, batchnorms, copies
+from .trial import Trial, Verdict
 
 # %% ../../nbs/tell/02_differences.ipynb #chunks
 def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
@@ -68,8 +68,8 @@ class Warnings(Watch):
         self.loss_settings = None   # the `LossSettings` that were tried last
         self.attrs = None    # the `ChangedAttrs` before `before_batch`, if a trial may follow
         self.parts = None    # the `BatchParts` of the Learner's batch, if it is split
-        # a `SingleSample` that waits for another micro-batch of one sample, and how many may still wait
-        self.waiting,self.n_waits = None,16
+        self.waiting = None  # a `SingleSample` that waits for another micro-batch of one sample
+        self.n_waits = 16    # how many samples may still wait in this fit
         self.buffers = []    # (name, buffer, its version number) before the first micro-batch of a fit
 
     @property
@@ -174,18 +174,20 @@ class SingleSample:
         self.batch = copies((tuple(learn.xb),tuple(learn.yb)))
         self.attrs = {(id(attrs),name):copies(o) for attrs,name,o in self._attrs(changed)}
 
-    def _attrs(self, changed): return [o for o in changed.since() if o[1] not in ('xb','yb') and has_rows(o[2], 1)]
+    def _attrs(self, changed):
+        return [o for o in changed.since() if o[1] not in ('xb','yb') and has_rows(o[2], 1)]
 
-    def join_with(self, learn:Learner, changed:ChangedAttrs)->int: # The number of samples
-        """Join this sample with the Learner's, and give both to the Learner
+    def joined(self, learn:Learner, changed:ChangedAttrs)->tuple|None:
+        """Join this sample with the Learner's
 
-        TypeError, RuntimeError: the samples have different shapes
+        Returns inputs, targets, and (dict of attributes, name, value) for each attribute with rows; `None`
+        if the samples have different shapes.
         """
-        xb,yb = join([self.batch,(tuple(learn.xb),tuple(learn.yb))], [1,1])
-        for attrs,name,o in self._attrs(changed):
-            if (id(attrs),name) in self.attrs: attrs[name] = join([self.attrs[id(attrs),name],o], [1,1])
-        learn.xb,learn.yb = xb,yb
-        return 2
+        try:
+            xb,yb = join([self.batch,(tuple(learn.xb),tuple(learn.yb))], [1,1])
+            known = [(d,name,o) for d,name,o in self._attrs(changed) if (id(d),name) in self.attrs]
+            return xb,yb,[(d,name,join([self.attrs[id(d),name],o], [1,1])) for d,name,o in known]
+        except (RuntimeError,TypeError): return None
 
 # %% ../../nbs/tell/02_differences.ipynb #trials
 @patch
@@ -196,7 +198,7 @@ def _begin_batch(self:Warnings):
     settings = self.loop.counter.settings
     is_changed = self.loss_settings and settings is not self.loss_settings
     self.loss_settings = settings
-    self.n_changed += bool(is_changed)
+    if is_changed: self.n_changed += 1
     # a loss function may compute its settings anew each time: do not try such a loss in each micro-batch
     if is_changed and self.n_changed<=self.trials_per_epoch: self.n_left = max(self.n_left, 1)
     is_tried = self.n_left>0
@@ -206,73 +208,75 @@ def _begin_batch(self:Warnings):
 def before_forward(self:Warnings):
     "Try the loss, if a trial is due and the step has other micro-batches"
     loop = self.loop
-    if not loop.is_last_micro_batch:
-        if self.n_left>0 and self.attrs is not None: self._try_loss()
+    is_due = self.n_left>0 and self.attrs is not None
+    if (is_due or 'buffers' not in self.done) and not loop.is_last_micro_batch:
+        if is_due: self._try_loss()
         if self.is_first_time('buffers') and self.warns: self._note_buffers()
     if loop.mean.n_micro_batches and 'state' not in self.done: self._watch_state()
 
 @patch
 def _try_loss(self:Warnings):
     "Run a trial of the current micro-batch, and report what it shows"
-    loop = self.loop
-    learn,micro,n_items = loop.learn,loop.micro,loop.acc.n_items
-    parts = self.parts
-    try:
-        if parts is not None:
-            # a single row has no parts, so try it with the next row of the batch
-            stop = max(micro.stop, min(micro.start+2, parts.n))
-            if stop-micro.start<2: return
-            trial = Trial(learn, n_items, parts.n, parts, (micro.start,stop))
-        elif micro.n>1: trial = Trial(learn, n_items, micro.n, self.attrs)
-        else: trial = self._trial_of_pair()
-        if trial is None: return
-        verdict = trial.run()
-    except ValueError as e: verdict,trial = Verdict('untried', reason=str(e)),None
-    self.n_left = self.n_left-1 if verdict.kind=='unknown' else 0
-    if self.warns: self._report(verdict, trial)
+    loop,parts = self.loop,self.parts
+    learn,micro = loop.learn,loop.micro
+    n_items = loop.acc.n_items
+    if parts is not None:
+        # a single row has no parts, so try it with the next row of the batch
+        stop = max(micro.stop, min(micro.start+2, parts.n))
+        if stop-micro.start<2: return
+        trial = Trial(learn, n_items, parts.n, parts, (micro.start,stop))
+    elif micro.n>1: trial = Trial(learn, n_items, micro.n, self.attrs)
+    else:
+        joined = self._join_samples()
+        if joined is None: return
+        trial = Trial(learn, n_items, 2, self.attrs, joined=joined)
+    verdict = trial.run()
+    # processes try equally many micro-batches, because a loss may exchange data between them
+    tries_more = verdict.kind=='unknown' or loop.processes.n>1
+    self.n_left = self.n_left-1 if tries_more else 0
+    if self.warns: self._report(verdict)
 
 @patch
-def _trial_of_pair(self:Warnings):
-    "Return a trial of this sample and the one that waits, or let this sample wait"
-    loop,previous = self.loop,self.waiting
-    learn = loop.learn
+def _join_samples(self:Warnings)->tuple|None:
+    "Join this sample with the one that waits; if it cannot be joined, let it wait, and return `None`"
+    learn,previous = self.loop.learn,self.waiting
     self.waiting = None
-    if previous is not None:
-        try: return Trial(learn, loop.acc.n_items, 1, self.attrs, previous=previous)
-        except (RuntimeError,TypeError): pass   # the samples have different shapes
+    joined = previous and previous.joined(learn, self.attrs)
+    if joined: return joined
     self.n_waits -= 1
     if self.n_waits>0: self.waiting = SingleSample(learn, self.attrs)
     else:
         self.n_left = 0
         reason = 'each micro-batch has one sample, and no two in turn have the same shape'
-        if self.warns: self._report(Verdict('untried', reason=reason), None)
+        if self.warns: self._report(Verdict('untried', reason=reason))
 
 # %% ../../nbs/tell/02_differences.ipynb #report
 @patch
-def _report(self:Warnings, verdict:Verdict, trial:Trial|None):
+def _report(self:Warnings, verdict:Verdict):
     "Warn if a trial has shown that the loss is wrong, or could not try it"
-    loop,n = self.loop,self.loop.loader.sizes.micro_bs
+    n = self.loop.loader.sizes.micro_bs
     if verdict.state: self._warn_model_state(verdict.state)
     if verdict.kind=='untried': self.warn_once('loss-not-tried', verdict.reason)
     if verdict.kind!='wrong': return
     if verdict.cause=='state': return self.warn_once('loss-with-state', n)
     off = f'{100*verdict.off:.2g}%' if verdict.off<float('inf') else 'infinitely much'
-    remedy = remedy_of(verdict, trial.counter.is_sum, n)
+    remedy = remedy_of(verdict, n)
     if verdict.cause=='model': return self.warn_once('samples-see-each-other', off=off, remedy=remedy)
-    items = 'samples'
-    if loop.acc.n_items is not None: items = 'the items that `n_items` counts'
-    elif isinstance(trial.counter.count, TargetCounter): items = 'the targets that are not ignored'
-    kind = 'sum' if trial.counter.is_sum else 'mean'
+    counter,items = verdict.counter,'samples'
+    if counter.n_items is not None: items = 'the items that `n_items` counts'
+    elif isinstance(counter.count, TargetCounter): items = 'the targets that are not ignored'
+    kind = 'sum' if counter.is_sum else 'mean'
     key = 'changed-loss' if verdict.names else 'loss-not-a-mean'
     self.warn_once(key, kind=kind, items=items, off=off, remedy=remedy, names=verdict.names)
 
-def remedy_of(verdict:Verdict, is_sum:bool, n:int)->str:
-    "Return what to type for the loss of a trial; `n` is the number of samples in a micro-batch"
+def remedy_of(verdict:Verdict, n:int)->str:
+    "Return what to type for a wrong loss; `n` is the number of samples in a micro-batch"
+    if verdict.cause=='state': return text_of('remedy/cache', n)
     remedy = text_of('remedy/'+verdict.remedy, code=verdict.code, n=n)
-    is_whole = verdict.remedy in ('cache','checkpoint','smaller-step')
-    if not is_whole: return remedy
+    shows_whole_step = verdict.remedy in ('cache','checkpoint','smaller-step')
+    if not shows_whole_step: return remedy
     if verdict.cause=='model': return remedy[0].upper()+remedy[1:]
-    hint = text_of('remedy/terms-of-a-sum' if is_sum else 'remedy/other-items')
+    hint = text_of('remedy/terms-of-a-sum' if verdict.counter.is_sum else 'remedy/other-items')
     return f'{hint} If it compares samples with each other, {remedy}'
 
 @patch

@@ -12,6 +12,7 @@ from fastai.vision.all import Callback, CancelEpochException, CancelFitException
 from fastcore.basics import noop
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache, NoiseScale, ScaledLR)
+from fastaccum.restore.state import autocast_state
 from fastaccum.testing import assert_same_run, deviation, toy
 from common import RaiseAt, pick_cases
 from test_split import accumulating
@@ -136,8 +137,8 @@ def test_an_interrupt_within_the_recorder_leaves_nothing_behind():
 
 package = os.path.join(os.path.dirname(fastaccum.__file__), '')   # this path ends with a separator
 
-def interrupted(at, way, stays):
-    """Interrupt a fit at bytecode number `at` in the code of fastaccum
+def interrupted(at, way, stays, functions=None):
+    """Interrupt a fit at bytecode number `at` in the code of fastaccum, or in its `functions`
 
     Return the Learner, and how many bytecodes ran.
     """
@@ -148,7 +149,8 @@ def interrupted(at, way, stays):
         if event!='opcode' or ran-1!=at: return local
         raise KeyboardInterrupt
     def trace(frame, event, arg):
-        frame.f_trace_opcodes = frame.f_code.co_filename.startswith(package)
+        is_ours = frame.f_code.co_filename.startswith(package)
+        frame.f_trace_opcodes = is_ours and (functions is None or frame.f_code.co_name in functions)
         if frame.f_trace_opcodes: return local
     if stays: learn.add_cbs(cbs)
     # Python 3.12 sends bytecodes only if a frame asks for them before `settrace` is called
@@ -170,6 +172,17 @@ def test_an_interrupt_anywhere_in_our_code_leaves_no_trace_in_later_fits(way, st
         assert ran==at+1
         if 'alone' in way: learn.opt.zero_grad()   # fastai itself leaves gradients after an interrupt
         for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)])): assert_next_fit_is_right(learn, bs, *cbs)
+
+def test_an_interrupt_while_a_segment_is_restored_leaves_no_autocast_behind():
+    """Later fits would use weights that autocast has cast before their last update
+
+    The number of nested autocast contexts is 0 after a fit.
+    """
+    functions = '_put','set_rng_state','set_autocast_state'
+    total = interrupted(None, 'checkpointed_alone', False, functions)[1]
+    for at in range(total//2, total, max(1, total//60)):   # backward passes run a segment again
+        interrupted(at, 'checkpointed_alone', False, functions)
+        assert autocast_state()[0]==0, at
 
 def interrupted_at_end_of_loader(at):
     "Like `interrupted`, but count only bytecodes of functions that run when the loader ends"

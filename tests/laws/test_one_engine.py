@@ -4,8 +4,11 @@ Each kind is a set-up from public code: the loss has a term that the model compu
 returns its losses, labels are shifted, class weights are replaced during the fit, the workers of a loader make
 batches of their own, parameters of the loss have an optimizer of their own, and forward passes change buffers.
 """
-import pytest, torch
+import gc, pytest, torch
+from collections import Counter
+from enum import Enum
 from types import SimpleNamespace
+from weakref import ref
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset, get_worker_info
@@ -181,6 +184,16 @@ def test_a_run_that_is_the_full_batch_run_gives_no_warning(make, kwargs):
     off,told = both(make, **kwargs)
     assert off<1e-9 and not told
 
+class Reparameterizes(Noisy):
+    "Adds noise that matters"
+    def forward(self, x): return self.lin(x)+torch.randn(len(x), 3).double()
+
+def test_random_numbers_of_the_model_are_not_taken_for_a_wrong_loss():
+    "Neither as with dropout, whose layers can be switched off, nor otherwise"
+    for model in (lambda: nn.Sequential(nn.Dropout(), nn.Linear(8, 3)),Reparameterizes):
+        _,told = both(lambda bs: learner(loaders(bs), model(), nn.CrossEntropyLoss()))
+        assert not told
+
 # Settings of the loss that change during a fit
 
 class Reweights(Callback):
@@ -230,6 +243,19 @@ def test_workers_that_make_batches_are_told_and_whole_steps_that_are_split_end_w
 
 # Buffers
 
+class Normalizes(Module):
+    "Keeps the largest input of all forward passes, which only validation uses"
+    def __init__(self): self.register_buffer('largest', torch.zeros(8).double())
+    def forward(self, x):
+        if not self.training: return x/self.largest
+        self.largest.lerp_(x.abs().amax(0), .1)
+        return x
+
+def test_a_buffer_that_only_validation_uses_is_told():
+    def make(bs): return learner(loaders(bs), nn.Sequential(Normalizes(), nn.Linear(8, 3)), nn.CrossEntropyLoss())
+    _,((entry,text),) = both(make)
+    assert entry=='changed-buffer' and '`0.largest`' in text
+
 class Codebook(Module):
     "A codebook that each forward pass moves, as in vector quantization"
     def __init__(self):
@@ -257,3 +283,77 @@ def test_the_check_finds_what_the_fit_finds_in_the_same_words(make):
     check = make(16).accum_check(cbs=GradientAccumulation(64))
     row, = [o for o in check.rows if o.what=='loss']
     assert not check.ok and not row.ok and row.remedy.startswith(remedy[:60])
+
+# A trial leaves nothing behind
+
+class Remembers(Callback):
+    "Counts the micro-batches in a number, a Counter, a list on the Learner, and a closure"
+    def __init__(self):
+        n_calls = 0
+        def count():
+            nonlocal n_calls
+            n_calls += 1
+            return n_calls
+        self.n,self.classes,self.count = 0,Counter(),count
+    def before_fit(self): self.learn.seen = []
+    def after_loss(self):
+        if not self.training: return
+        self.n += 1
+        self.classes.update(self.y.tolist())
+        self.learn.seen.append(len(self.y))
+        self.last_count = self.count()
+
+def test_a_trial_leaves_no_trace_in_callbacks():
+    cb = Remembers()
+    learn,_ = fit(lambda bs: learner(loaders(bs), linear(), nn.CrossEntropyLoss(), [cb]), 16, GradientAccumulation(64))
+    n = 2*320//16
+    assert (cb.n,cb.last_count,sum(cb.classes.values()),learn.seen)==(n,n,2*320,[16]*n)
+
+class Unlabeled(Callback):
+    "Adds a term of the next batch of another loader"
+    def before_fit(self): self.batches = iter(DataLoader(list(xs)*10, bs=16))
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.learn.loss_grad+self.model(next(self.batches)).square().mean()
+
+def test_an_iterator_is_not_advanced_by_trials_and_that_nothing_was_tried_is_told():
+    "An iterator cannot be put back. The check leaves the callback out, and so finds it"
+    def make(): return learner(loaders(16), linear(), nn.CrossEntropyLoss(), [Unlabeled()])
+    def read(cbs):
+        learn,told = fit(lambda bs: make(), 16, cbs)
+        return len(list(learn.unlabeled.batches)),[entry for entry,_ in told]
+    (plain,_),(ours,told) = read([]),read(GradientAccumulation(64))
+    assert plain==ours and told==['loss-not-tried']
+    row, = [o for o in make().accum_check(cbs=GradientAccumulation(64)).rows if o.what=='callbacks']
+    assert not row.ok and row.where=='Unlabeled'
+
+class Key(Enum): INPUT = 1
+def test_inputs_whose_names_are_no_text_are_trained_on():
+    "The source code of a function for `n_items=` can only contain texts"
+    class Model(Module):
+        def __init__(self): self.lin = nn.Linear(8, 3)
+        def forward(self, b): return self.lin(b[Key.INPUT].double())
+    whole = [({Key.INPUT:torch.randint(0, 5, (8,), generator=gen)},y) for y in ys]
+    assert both(lambda bs: learner(loaders(bs, whole), Model(), nn.CrossEntropyLoss()))==(pytest.approx(0, abs=1e-9),[])
+
+def refers_to_itself(bs):
+    "Return a Learner whose loss function compares samples, and refers to the Learner"
+    learn = learner(loaders(bs), linear(8), nn.MSELoss(), [Corrupts()])
+    learn.loss_func = lambda p,y: F.mse_loss(p-p.mean(0), learn.clean)
+    return learn
+
+def test_a_learner_that_was_warned_of_is_freed():
+    learn = refers_to_itself(16)
+    with collect_warnings(), learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3, cbs=GradientAccumulation(64))
+    alive = ref(learn)
+    del learn
+    gc.collect()
+    assert alive() is None
+
+def test_the_check_of_a_sum_says_what_its_terms_have_to_be():
+    class Pairs(Module):
+        reduction = 'sum'
+        def forward(self, p, y): return F.cross_entropy(p, y, reduction='sum')+p.mean(0).square().sum()
+    def make(bs): return learner(loaders(bs), linear(), Pairs())
+    _,((_,text),) = fit(make, 16, GradientAccumulation(64), lr=1e-3)
+    row, = [o for o in make(16).accum_check(cbs=GradientAccumulation(64)).rows if o.what=='loss']
+    for o in (text,row.remedy): assert 'each of its terms must be a sum over samples' in o

@@ -14,6 +14,7 @@ from torch import distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from fastai.vision.all import (Adam, AvgLoss, Callback, CancelBackwardException, CancelBatchException,
     CancelFitException, DataLoader, GradientClip, Module, OptimWrapper, SGD, SaveModelCallback, ShortEpochCallback,
@@ -472,6 +473,21 @@ def cancel_on(rank, event, exc, i=1):
     cb = CallAt(event, cancel)
     cb.n_heard = 0
     return cb
+
+@pytest.mark.parametrize('kind', ['wrong','unknown'])
+@on_processes(2)
+def test_a_trial_does_not_wait_for_a_process_that_has_seen_something_else(kind):
+    "The loss exchanges data in each call. Only on process 0, it compares samples, or is the same for all of them"
+    def loss(p, y):
+        n = torch.tensor(float(len(y)))
+        dist.all_reduce(n)
+        res = F.cross_entropy(p, y)+0*n
+        if this_process.rank==1: return res
+        return res+p.mean(0).square().sum() if kind=='wrong' else 0*res+1
+    learn = distributed_learner(even, loss_func=loss)
+    with collect_warnings() as told: learn.fit(2, 0.01, cbs=GradientAccumulation(16))
+    entries = [str(o.message).partition('.html#')[2] for o in told]
+    assert ('loss-not-a-mean' in entries)==(kind=='wrong' and this_process.rank==0)
 
 recorded = dict(every_micro_batch=dict(acc=dict(log_accum_batch=False)),
     metrics=dict(setup=record_train_metrics, metrics=[accuracy]))

@@ -2,7 +2,7 @@
 import ast, os, re, shutil, subprocess, sys
 from importlib.util import find_spec
 from pathlib import Path
-import pytest
+import fresh, pytest
 
 root = Path(__file__).resolve().parent.parent
 folder = root/'examples'
@@ -45,20 +45,20 @@ def test_a_sorter_of_imports_leaves_fastaccum_after_fastai(tmp_path):
         fastais = [m.start() for m in re.finditer('^from fastai.+', text, re.M) if ours not in m[0]]
         assert max(fastais)<text.index(ours), script.name
 
+def run_on_two_processes(script):
+    launcher = '-m torch.distributed.run --standalone --nproc-per-node 2'.split()
+    path = os.pathsep.join([str(root), os.environ.get('PYTHONPATH', '')])
+    # two processes cannot share the only GPU of a machine
+    env = os.environ | dict(PYTHONPATH=path, PYTHONIOENCODING='utf-8', OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='')
+    return subprocess.run([sys.executable, *launcher, script], env=env, capture_output=True, text=True, encoding='utf-8')
+
 @pytest.mark.parametrize('script', scripts, ids=lambda o: o.name)
-def test_a_script_runs(script, tmp_path):
+def test_a_script_runs(script):
     # skip scripts whose packages are missing: `make compat`, for the oldest versions, installs neither
     # of these two
     optional = re.findall(r'^from (mlxtend|transformers)', script.read_text(encoding='utf-8'), re.M)
     for nm in optional: pytest.importorskip(nm)
-    on_two_processes = script.name=='06_two_gpus.py'
-    launcher = '-m torch.distributed.run --standalone --nproc-per-node 2'.split() if on_two_processes else []
-    path = os.pathsep.join([str(root), os.environ.get('PYTHONPATH', '')])
-    env = os.environ | dict(PYTHONPATH=path, PYTHONIOENCODING='utf-8', OMP_NUM_THREADS='1')
-    # two processes cannot share the only GPU of a machine
-    if on_two_processes: env['CUDA_VISIBLE_DEVICES'] = ''
-    cmd = [sys.executable, *launcher, script]
-    res = subprocess.run(cmd, cwd=tmp_path, env=env, capture_output=True, text=True, encoding='utf-8', timeout=300)
+    res = run_on_two_processes(script) if script.name=='06_two_gpus.py' else fresh.run(script)
     assert not res.returncode, res.stderr
     last = res.stdout.replace('\r', '\n').strip().splitlines()[-1]
     assert re.search(last_lines[script.name], last), last

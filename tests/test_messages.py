@@ -3,7 +3,7 @@
 An entry shows how the message begins, explains the cause, and has a line of code that runs. The FAQ is
 short, and its code runs.
 """
-import ast, inspect, json, re, subprocess, sys, warnings
+import ast, fresh, inspect, json, re, subprocess, sys, warnings
 from importlib.util import find_spec
 from pathlib import Path
 import pytest
@@ -76,7 +76,7 @@ def test_a_message_ends_with_the_link_to_its_entry():
 
 def test_importing_fastaccum_wandb_without_wandb_says_what_to_install():
     code = "import sys; sys.modules['wandb'] = None; import fastaccum.wandb"   # None: as if not installed
-    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True)
+    res = fresh.run(code, quiet=True)
     error = res.stderr.rpartition('ModuleNotFoundError: ')[2]
     assert res.returncode and error.startswith('`fastaccum.wandb` needs the package wandb')
     assert '`pip install wandb`' in error and '`pip install fastaccum[wandb]`' in error

@@ -1,7 +1,7 @@
 "README.md is short and true: examples run, commands exist, and figures are those that a script prints."
 import re, runpy, shutil, subprocess, sys
 from pathlib import Path
-import fastaccum, pytest
+import fastaccum, fresh, pytest
 from readme import project, project_url
 
 root = Path(__file__).resolve().parent.parent
@@ -9,13 +9,11 @@ readme = (root/'README.md').read_text(encoding='utf-8')
 
 def blocks(text, lang): return re.findall(fr'^```{lang}\n(.*?)^```$', text, re.M|re.S)
 
-def test_the_examples_run_with_the_class_of_fastaccum(tmp_path):
+def test_the_examples_run_with_the_class_of_fastaccum():
     "The first example needs a Learner, so it runs with that of the complete example"
     with_your_learner,example,without_callback = blocks(readme, 'python')
     report = "print('RAN', len(learn.recorder.losses), fastaccum.GradientAccumulation.__module__)\n"
-    file = tmp_path/'example.py'
-    file.write_text(example+report+without_callback+with_your_learner+report, encoding='utf-8')
-    res = subprocess.run([sys.executable, file], capture_output=True, text=True)
+    res = fresh.run(example+report+without_callback+with_your_learner+report)
     assert not res.returncode, res.stderr
     out = res.stdout.replace('\r', '\n')   # a progress bar ends its lines with \r
     assert 'RAN 66 fastaccum.' in out and 'RAN 110 fastaccum.' in out   # 22 steps in each of 3, then 5 epochs

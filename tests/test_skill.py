@@ -1,7 +1,7 @@
 "`skills/fastaccum/SKILL.md`, which tells assistants how to use the package, is right."
-import os, re, subprocess, sys
+import re
 from pathlib import Path
-import fastaccum
+import fastaccum, fresh
 
 root = Path(__file__).resolve().parent.parent
 text = (root/'skills/fastaccum/SKILL.md').read_text(encoding='utf-8')
@@ -12,14 +12,9 @@ def test_the_head_of_the_skill_has_its_name_and_description():
     assert head and 100<len(head[1])<=1024
     assert len(text.splitlines())<=100   # an assistant reads the whole file each time it uses it
 
-def test_the_code_of_the_skill_runs_in_a_fresh_interpreter_without_a_warning(tmp_path):
+def test_the_code_of_the_skill_runs_in_a_fresh_interpreter_without_a_warning():
     code = ''.join(re.findall(r'^```python\n(.*?)^```$', text, re.M|re.S))
-    file = tmp_path/'skill.py'
-    file.write_text(code, encoding='utf-8')
-    path = os.pathsep.join([str(root), os.environ.get('PYTHONPATH', '')])
-    env = os.environ | dict(PYTHONPATH=path, PYTHONIOENCODING='utf-8')
-    res = subprocess.run([sys.executable, file], cwd=tmp_path, env=env, capture_output=True, text=True,
-        encoding='utf-8')
+    res = fresh.run(code)
     assert not res.returncode, res.stderr
     assert 'messages.html' not in res.stderr, res.stderr   # warnings of fastaccum link to this page
 

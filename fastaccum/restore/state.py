@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/restore/state.html.md"""
 
 # %% auto #0
 __all__ = ['devices_of', 'rng_state', 'generator_state', 'set_rng_state', 'same_rng', 'find_drawing', 'autocast_state',
-           'set_autocast_state', 'items_of', 'put_items', 'ForwardState', 'ChangedAttrs', 'uninterrupted', 'Patch',
+           'set_autocast_state', 'items_of', 'put_items', 'uninterrupted', 'ForwardState', 'ChangedAttrs', 'Patch',
            'QuietCallback', 'PatchingCallback']
 
 # %% ../../nbs/restore/00_state.ipynb #imports
@@ -158,6 +158,17 @@ def _find_state(todo, in_objects=False):
         todo += [(key if isinstance(key, str) else name,x) for key,x in pairs]
     return found.values()
 
+# %% ../../nbs/restore/00_state.ipynb #end
+def uninterrupted(f:Callable):
+    "Run `f` to completion even if Ctrl-C arrives meanwhile, then raise the KeyboardInterrupt"
+    interrupt = None
+    while True:
+        try:
+            f()
+            break
+        except KeyboardInterrupt as e: interrupt = e   # `f` may have stopped halfway: run `f` again
+    if interrupt is not None: raise interrupt
+
 # %% ../../nbs/restore/00_state.ipynb #state
 class ForwardState:
     """State from which a forward pass of `modules` starts: random numbers, buffers, attributes …
@@ -268,17 +279,6 @@ class ChangedAttrs:
         "List the attributes that were set since this object was created"
         return [(attrs,name,o) for attrs,old in self.before for name,o in attrs.items()
             if o is not old.get(name)]
-
-# %% ../../nbs/restore/00_state.ipynb #end
-def uninterrupted(f:Callable):
-    "Run `f` to completion even if Ctrl-C arrives meanwhile, then raise the KeyboardInterrupt"
-    interrupt = None
-    while True:
-        try:
-            f()
-            break
-        except KeyboardInterrupt as e: interrupt = e   # `f` may have stopped halfway: run `f` again
-    if interrupt is not None: raise interrupt
 
 # %% ../../nbs/restore/00_state.ipynb #patch
 class Patch:

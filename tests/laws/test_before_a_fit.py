@@ -1,5 +1,5 @@
 "A fit prints what its steps are, and refuses or warns of mistakes of new users, with the remedy."
-import pytest, random, subprocess, sys
+import fresh, pytest, random
 from torch.nn import functional as F
 from fastai.vision.all import (CrossEntropyLossFlat, CutMix, DataLoader, DataLoaders, GradientAccumulation as
     FastaiGradientAccumulation, Learner, MixUp, nn, set_seed, torch)
@@ -192,8 +192,7 @@ silenced = "import fastaccum; warnings.filterwarnings('ignore', category=fastacc
     (sorted_imports, 'type("Own", (GradientAccumulation,), {})(8)', '', 0)])
 def test_a_fit_with_fastais_class_warns_once_per_process(imports, cb, before, n):
     code = imports+fits.format(cb=cb, before=before)
-    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, timeout=300)
-    messages = eval(res.stdout)
+    messages = eval(fresh.run(code, quiet=True).stdout)
     assert len(messages)==n
     for o in ("fastai's `GradientAccumulation`", 'full-batch run', 'import sorter',
         '`import fastaccum` and `fastaccum.GradientAccumulation(…)`', '#import-order'):

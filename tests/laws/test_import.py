@@ -3,7 +3,7 @@
 The import adds methods to Learner, and replaces `before_fit` of fastai's `GradientAccumulation` by a
 method that warns.
 """
-import subprocess, sys
+import fresh
 
 code = """
 from fastai.basics import *
@@ -25,4 +25,5 @@ assert not [o for o in sys.modules if o.split('.')[0] in ('wandb','tensorboard',
 """
 
 def test_importing_changes_only_these_two_classes():
-    assert subprocess.check_output([sys.executable, '-W', 'ignore', '-c', code], timeout=300)==b''
+    res = fresh.run(code, quiet=True)
+    assert (res.returncode,res.stdout,res.stderr)==(0, '', '')

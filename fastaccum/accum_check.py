@@ -9,6 +9,7 @@ __all__ = ['AccumCheck']
 
 # %% ../nbs/02_accum_check.ipynb #imports
 from dataclasses import dataclass
+from textwrap import wrap
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.learner import Learner
@@ -185,17 +186,17 @@ class AccumCheck:
 # %% ../nbs/02_accum_check.ipynb #result-shown
 @patch
 def _title(self:AccumCheck):
-    "Return the sizes and the result in one line"
+    "Return the sizes and the result, in two lines if a step of the fit does not fit in memory"
     result = 'the same run' if self.ok else 'not the same run'
     if self.ok and any(o.where.startswith('not checked') for o in self.rows):
-        result += '; the table says what was not checked'
+        result += '; what was not checked is listed'
     if self.off['gradients'] is None: result = 'gradients could not be compared'
     n = sum(self.sizes)
     parts = f"micro-batches of {', '.join(map(str, self.sizes))}"
     if len(self.sizes)>4: parts = f'{len(self.sizes)} micro-batches of up to {max(self.sizes)}'
     title = f'{n} samples at once or in {parts}: {result}'
     if not self.too_many: return title
-    return f'{self.too_many} samples do not fit in memory at once, so {n} were compared: {title}'
+    return f'{self.too_many} samples do not fit in memory at once, so {n} were compared:\n{title}'
 
 @patch
 def _cells(self:AccumCheck):
@@ -205,10 +206,22 @@ def _cells(self:AccumCheck):
 
 @patch
 def __repr__(self:AccumCheck):
-    cells = self._cells()
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ['  '.join(map(str.ljust, row, widths)).rstrip() for row in cells]
-    return '\n'.join([self._title(),'',*lines]).replace('`', '')
+    "Return a block of lines for each row that is not exact or says something, and list the other rows"
+    lines = [line for text in self._title().splitlines() for line in _wrapped(text)]
+    exact = []
+    for o in self.rows:
+        if o.state=='exact' and not o.where:
+            exact.append(o.what)
+            continue
+        lines += ['',f'{o.what}: {o.state}']
+        for text in (o.where,o.remedy and f'remedy: {o.remedy}'): lines += _wrapped(text, '    ')
+    if exact: lines += ['',f"exact: {', '.join(exact)}"]
+    return '\n'.join(lines)
+
+def _wrapped(text, indent=''):
+    "Split `text` into indented lines of at most 100 characters, without backquotes"
+    return wrap(text.replace('`', ''), 100, initial_indent=indent, subsequent_indent=2*indent,
+        break_long_words=False, break_on_hyphens=False)
 
 @patch
 def _repr_markdown_(self:AccumCheck):
@@ -246,7 +259,7 @@ class _Diagnosis:
         self.remaining = {}
         self.rows = []           # a `Row` for each row of the table that `AccumCheck` displays
         size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'
-        self.cache_remedy = f"`GradientCache({size})`, with {loaders}"
+        self.cache_remedy = f"`fastaccum.GradientCache({size})`, with {loaders}"
         self.split_remedy = f'{loaders}, and `{size}`'
 
     def diagnose(self, steps):
@@ -335,7 +348,7 @@ def _in_one_cell(*texts):
 
 def _checkpoint_remedy(model):
     "Return `ActivationCheckpoint()` as a remedy, or '' if the model cannot be cut into segments"
-    return '`ActivationCheckpoint()`' if has_segments(model) else ''
+    return '`fastaccum.ActivationCheckpoint()`' if has_segments(model) else ''
 
 @patch
 def _predictions_row(self:_Diagnosis):
@@ -355,7 +368,7 @@ def _predictions_row(self:_Diagnosis):
     has_norm = any(isinstance(m, _BatchNorm) for m in probe.depending)
     norm_remedy = ''
     if has_norm:
-        norm_remedy = ('`FreezeBN(lambda m: m[0])` if the body is pretrained; or '
+        norm_remedy = ('`fastaccum.FreezeBN(lambda m: m[0])` if the body is pretrained; or '
             '`learn.recalibrate_bn()` after the fit, which helps only validation')
     remedy = _in_one_cell(_checkpoint_remedy(self.model), norm_remedy)
     return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
@@ -365,7 +378,7 @@ def _predictions_row(self:_Diagnosis):
 def _draws_row(self:_Diagnosis):
     "Return the table's row for the random numbers that the model draws"
     probe = self.probe
-    row = Row('draws', probe.draws_off, self.tol, probe.why)
+    row = Row('random numbers', probe.draws_off, self.tol, probe.why)
     if row.off is None: return row
     tfms = getattr(getattr(self.compare.run.dl, 'after_batch', None), 'fs', ())
     def is_random(o): return any(c.__name__=='RandTransform' for c in type(o).__mro__)
@@ -433,7 +446,7 @@ def _buffers_row(self:_Diagnosis):
     if self.parts is not None:
         pairs = [(b,self.parts.buffers.get(k)) for k,b in self.whole.buffers.items()]
         off = max((relative_diff(a, b) for a,b in pairs if b is not None), default=0.)
-    return Row('buffers', off, self.tol, self.compare.why)
+    return Row('model state', off, self.tol, self.compare.why)
 
 @patch
 def _weights_row(self:_Diagnosis):

@@ -25,7 +25,7 @@ from .step.loader import OneBatchLoader, Step, drops_last, sizes_of
 from .step.loop import CurrentStep, StepLoop
 from .step.plan import LoaderSizes, Plan, Position, count_of
 from .step.processes import Processes, keep_in_memory
-from .step.split import MicroBatchLimit, read_micro_batch_size
+from .step.split import read_micro_batch_size
 from .step.valid import run_valid_batch, run_whole_valid_batch
 from .tell.differences import Warnings
 from .tell.refuse import (RefuseHalfGradients, check_learner, check_loaders, check_processes,
@@ -36,7 +36,8 @@ class GradientAccumulation(QuietCallback):
     """Accumulate gradients and take one optimizer step every `accum_bs` samples
 
     Pass it to a fit with `cbs=`. The result matches a fit whose DataLoaders have `bs=accum_bs`, up to
-    rounding error. fastaccum warns you about the most common causes of a difference (see Caveats).
+    rounding error. fastaccum warns you about the most common causes of a difference; for the others, see
+    https://fastaccum.github.io/fastaccum/accumulation.html#caveats
 
     TypeError: an argument has the wrong type; during a fit, a batch cannot be split, its targets cannot
         be counted, or `n_items` does not return a number
@@ -66,7 +67,7 @@ class GradientAccumulation(QuietCallback):
         log_accum_batch:bool=True, # Log each step (True), or each micro-batch, as fastai does (False)
         # Maximum samples per training micro-batch, 'auto' (as many as fit in memory), an `AutoSize` or a
         # `TokenBudget`. None: do not split the loader's batches
-        micro_batch_size:int|str|MicroBatchLimit|None=None,
+        micro_batch_size:int|str|object|None=None,
         # Drop an epoch's incomplete last step (True), keep it (False), or do what the training loader
         # does with its last batch (None)
         drop_last:bool|None=None,

@@ -24,8 +24,6 @@ from .base.arguments import check_count, check_name
 from .base.messages import refuse, warn
 from .step.loader import Step
 from .step.plan import count_of, round_up
-from .step.split import MicroBatchLimit
-
 
 # %% ../nbs/01_schedule.ipynb #moment
 def check_moment(name:str, o:int|float)->int|float:
@@ -155,7 +153,7 @@ class GradientAccumulationSchedule(_Scheduled):
         finish:int|float=0.3, # End of the change: epoch (int) or fraction of training
         schedule:Callable=SchedCos, # Annealer, or function from progress (0 to 1) to samples
         log_accum_batch:bool=True, # As in `GradientAccumulation`
-        micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`
+        micro_batch_size:int|str|object|None=None, # As in `GradientAccumulation`
         drop_last:bool|None=None, # As in `GradientAccumulation`
         n_items:Callable|None=None, # As in `GradientAccumulation`
         *, verbose:bool=True # As in `GradientAccumulation`
@@ -222,7 +220,7 @@ class GradientAccumulationScheduler(_Scheduled):
         scheduling:dict[int,int], # Epoch or step (from 0) -> micro-batches per step from then on
         mode:str='epoch', # Unit of the keys of `scheduling`: 'epoch', or 'step' for optimizer steps
         log_accum_batch:bool=True, # As in `GradientAccumulation`
-        micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`
+        micro_batch_size:int|str|object|None=None, # As in `GradientAccumulation`
         drop_last:bool|None=None, # As in `GradientAccumulation`
         n_items:Callable|None=None, # As in `GradientAccumulation`
         *, verbose:bool=True # As in `GradientAccumulation`

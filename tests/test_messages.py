@@ -40,6 +40,12 @@ def test_each_key_is_used_and_each_used_key_exists():
     phrases = {k for o in catalogue.values() for k in re.findall('{([a-z]+-[a-z-]+)}', o.text)}
     assert {k for _,keys,_ in calls for k in keys} | phrases == catalogue.keys()
 
+def test_calls_of_our_classes_can_be_typed_as_readme_imports_them():
+    "README writes `import fastaccum`, and then `fastaccum.GradientAccumulation(256)`"
+    classes = '|'.join(o for o in fastaccum.__all__ if o[0].isupper())
+    code = [(k,c) for k,o in catalogue.items() for c in re.findall('`[^`]+`', o.text)]
+    assert [(k,c) for k,c in code if re.search(rf'(?<![.\w])({classes})\(', c)]==[]
+
 def test_no_key_occurs_twice():
     text = ''.join(fn.read_text(encoding='utf-8') for fn in tool.lib.rglob('messages.py'))
     assert len(re.findall(r'^\[[a-z/-]+\] \w+: ', text, re.M))==len(catalogue)

@@ -35,7 +35,7 @@ def checked(o):
     if 'error' in o: return verdict(o)
     if o['ok']: return 'same run'
     def names(where): return ', '.join(dict.fromkeys(re.findall(r'(?:^|; |not (?:seen|checked): )([A-Z]\w+)', where)))
-    found = {k:names(v) for k,v in o['off'].items() if k not in ('gradients','buffers')}
+    found = {k:names(v) for k,v in o['off'].items() if k not in ('gradients','model state')}
     return '; '.join(f'{k}: {v}' if v else k for k,v in found.items()) or 'gradients'
 
 def with_cache(o):

@@ -143,10 +143,10 @@ class WarnOnce:
 # %% ../../nbs/base/00_messages.ipynb #memory
 add_messages("""
 [out-of-memory] OutOfMemoryError: memory ran out even with {smallest}, so smaller micro-batches do not
-    help: use `ActivationCheckpoint()`, `learn.to_fp16()`, smaller inputs or a smaller model. The first
-    error was: {error}
+    help: use `fastaccum.ActivationCheckpoint()`, `learn.to_fp16()`, smaller inputs or a smaller model.
+    The first error was: {error}
 [out-of-memory/one-sample] OutOfMemoryError: no batch fits, not even a batch of 1 sample: use
-    `ActivationCheckpoint()`, `learn.to_fp16()` or smaller inputs. The last error was: {error}
+    `fastaccum.ActivationCheckpoint()`, `learn.to_fp16()` or smaller inputs. The last error was: {error}
 [out-of-memory/first-trial] OutOfMemoryError: no batch fits, not even a batch of {least} samples: begin
     with a smaller batch, `learn.bs_find(init_val={half})`. The last error was: {error}
 [out-of-memory/recalibration] OutOfMemoryError: memory ran out in recalibration, with a batch of {bs}
@@ -208,8 +208,9 @@ add_messages("""
 # %% ../../nbs/base/00_messages.ipynb #loaders
 add_messages("""
 [batch-size-unknown] ValueError: the training {dl!t} has no `bs` or `batch_size` that says how many
-    samples its batches have: pass the number to the callback, such as `GradientAccumulation(64,
-    micro_batch_size=16)`. With 'auto', set `learn.dls.train.{name} = 16` instead
+    samples its batches have: pass the number to the callback, such as
+    `fastaccum.GradientAccumulation(64, micro_batch_size=16)`. With 'auto', set `learn.dls.train.{name} =
+    16` instead
 [batch-size-unknown/below-one] ValueError: the batch size of the training {dl!t} must be at least 1, got
     {bs}: give the loader a `bs` that says how many samples its batches have
 [micro-batch-size] ValueError: `micro_batch_size={micro_batch_size}` is larger than the {bs} samples in a
@@ -242,9 +243,9 @@ add_messages("""
 add_messages("""
 [cannot-be-split] TypeError: a {o!t}{reason} in a batch of {n} samples cannot be split:
     `micro_batch_size` splits only tensors with a row for each sample, and tuples, lists and dicts of
-    them. Pass `micro_batch_size=AutoSize(split=f)`, where your `f(batch, start, stop, n)` returns the
-    samples from `start` up to `stop`. Or leave out `micro_batch_size`, and create the DataLoaders with a
-    smaller `bs`
+    them. Pass `micro_batch_size=fastaccum.AutoSize(split=f)`, where your `f(batch, start, stop, n)`
+    returns the samples from `start` up to `stop`. Or leave out `micro_batch_size`, and create the
+    DataLoaders with a smaller `bs`
 [cannot-be-split/inputs] TypeError: the model's inputs cannot be split into micro-batches ({reason}):
     pass `split=f` to `GradientCache`, or to your `AutoSize`, where `f(inputs, start, stop, n)` returns
     the samples from `start` up to, but not including, `stop`
@@ -254,7 +255,7 @@ add_messages("""
     {shape}, whose first dimension should be {rows}: return `o[start:stop]` of each input and target `o`
 [code-that-stores-a-whole-batch] Note: The batch of {n} samples was split into micro-batches of {k}. If
     your code stores something for the whole batch, leave out `micro_batch_size=`, and either add
-    `GradientCache(micro_batch_size={k})` to `cbs=` or create the DataLoaders with `bs={k}`
+    `fastaccum.GradientCache(micro_batch_size={k})` to `cbs=` or create the DataLoaders with `bs={k}`
 [rows-of-a-split-batch] AccumulationWarning: callbacks have made {rows} rows of the {n} samples of a
     batch, and `micro_batch_size=` splits the batch row by row. This is right if each row has a target
     and a loss of its own. Otherwise, this run differs from the full-batch run: create the DataLoaders
@@ -332,7 +333,7 @@ add_messages("""
 [second-optimizer] AccumulationWarning: {cb!t} has an optimizer of its own, and methods that are called
     for every micro-batch, so this optimizer may step too often. Call its `step` and `zero_grad` in
     `after_batch`, which comes once per step. Or create the DataLoaders with the batch size of a step,
-    and use `GradientCache(micro_batch_size=…)` instead of `GradientAccumulation`
+    and use `fastaccum.GradientCache(micro_batch_size=…)` instead of `GradientAccumulation`
 [half-precision-gradients] ValueError: NonNativeMixedPrecision would add up gradients in half precision,
     where they are rounded and may overflow: replace it with `learn.to_non_native_fp32().to_fp16()`
 [steps-in-the-backward-pass] ValueError: the parameter {name!r} has a hook
@@ -397,8 +398,8 @@ add_messages("""
 [back-propagated-twice] RuntimeError: the predictions were back-propagated twice, which `GradientCache`
     cannot do: add up the losses, and call `backward()` once
 [kept-activations] RuntimeError: the loss uses activations that the model or a hook has stored, and with
-    `GradientCache` only those of the last micro-batch are left. Use `ActivationCheckpoint()` instead, or
-    let the model return these activations together with its predictions
+    `GradientCache` only those of the last micro-batch are left. Use `fastaccum.ActivationCheckpoint()`
+    instead, or let the model return these activations together with its predictions
 [runs-differ] StateWarning: `GradientCache` ran the model twice on the same samples and got different
     outputs, so the gradients are wrong. In the model's `forward`, draw random numbers only from PyTorch,
     NumPy or Python's `random`, and use no variable that other code changes. If this is impossible, train
@@ -458,7 +459,7 @@ add_messages("""
 [function-argument] TypeError: `{name}` must be a function that takes {n} {arguments}, such as
     `{example}`, got {f!r}{reason}
 [function-argument/part] TypeError: `part` must be a function that returns the part whose BatchNorm to
-    freeze, not the part itself ({part!t}): write for example `FreezeBN(lambda m: m[0])`
+    freeze, not the part itself ({part!t}): write for example `fastaccum.FreezeBN(lambda m: m[0])`
 [function-argument/result] TypeError: `part` must return a module of the model or a list of modules, as
     `lambda m: m[0]` does, but what it returned is or contains an object of type {part!t}
 [wandb-not-installed] ModuleNotFoundError: `fastaccum.wandb` needs the package wandb: run `pip install
@@ -497,20 +498,20 @@ add_messages("""
     1 micro-batch per step
 [set-by-the-schedule] AttributeError: `accum_bs={n!r}` cannot be set, because {cb!t} computes the size of
     each step from its schedule. Create a new callback with another schedule, or use
-    `GradientAccumulation({n!r})`
+    `fastaccum.GradientAccumulation({n!r})`
 """)
 
 # %% ../../nbs/base/00_messages.ipynb #batchnorm
 add_messages("""
 [batchnorm] BatchNormWarning: {layers} over the {n} samples of a micro-batch instead of the {n_all}
     samples of a step, so this run differs from the full-batch run. {remedy}
-[batchnorm/checkpoint] Phrase: If `bs={n_here}` fits in memory with `ActivationCheckpoint()`, use that
-    instead of accumulating. Otherwise, use
+[batchnorm/checkpoint] Phrase: If `bs={n_here}` fits in memory with `fastaccum.ActivationCheckpoint()`,
+    use that instead of accumulating. Otherwise, use
 [batchnorm/larger] Phrase: larger micro-batches and call `learn.recalibrate_bn({n_here})` after training
-[batchnorm/freeze] Phrase: , or freeze a pretrained body with `FreezeBN(lambda m: m[0])`
+[batchnorm/freeze] Phrase: , or freeze a pretrained body with `fastaccum.FreezeBN(lambda m: m[0])`
 [batchnorm/cache] BatchNormWarning: {layer!t} normalizes with the samples of a micro-batch, so the result
-    differs from that of the whole batch. Use `ActivationCheckpoint()` instead of `GradientCache`: the
-    model then sees the whole batch
+    differs from that of the whole batch. Use `fastaccum.ActivationCheckpoint()` instead of
+    `GradientCache`: the model then sees the whole batch
 [no-batchnorm] ValueError: {reason}, so `recalibrate_bn` has nothing to do: leave out the call
 [no-batchnorm/callback] UserWarning: {reason}, so `RecalibrateBN` has nothing to do: leave the callback
     out
@@ -520,7 +521,8 @@ add_messages("""
     `FreezeBN` has nothing to do: leave it out, or choose another part
 [fresh-batchnorm] UserWarning: of the {n} BatchNorm layers that `FreezeBN` freezes, {n_fresh} saw no data
     before, and freezing those switches their normalization off. Freeze only pretrained layers, such as
-    those of the body: `FreezeBN(lambda m: m[0])`. If the model is not pretrained, leave `FreezeBN` out
+    those of the body: `fastaccum.FreezeBN(lambda m: m[0])`. If the model is not pretrained, leave
+    `FreezeBN` out
 [sync-batchnorm] RuntimeError: SyncBatchNorm cannot be recalibrated on several processes, because it
     waits forever if they have different numbers of batches. After training, call
     `torch.distributed.destroy_process_group()`, and then `learn.recalibrate_bn()`
@@ -551,7 +553,7 @@ add_messages("""
     its micro-batch: the loss of a micro-batch is {off} off that of its parts, so the run ends with other
     weights than the full-batch run. {remedy}
 [use-cache] Phrase: create the DataLoaders with `bs` set to the size of a step, and replace
-    `GradientAccumulation` with `GradientCache(micro_batch_size={n})`
+    `GradientAccumulation` with `fastaccum.GradientCache(micro_batch_size={n})`
 [run-accum-check] Phrase: call `learn.accum_check(cbs=…)` with the callbacks that you passed to the fit
 [loss-not-tried] LossWarning: fastaccum could not check whether a micro-batch in parts has the same loss
     ({reason}). If it has not, this run differs from the full-batch run: to find out, {run-accum-check}
@@ -585,7 +587,8 @@ add_messages("""
 [hidden-state] StateWarning: {m!t} {keeps-its-state} If the state is not needed, call its `reset()` in a
     callback's `before_batch`. Otherwise, create the DataLoaders with `bs={n_here}`, and use {instead}
 [hidden-state/split] StateWarning: the model {keeps-its-state} If the state is not needed, reset it at
-    the beginning of `forward`. Otherwise, use `ActivationCheckpoint()` instead of `micro_batch_size=`
+    the beginning of `forward`. Otherwise, use `fastaccum.ActivationCheckpoint()` instead of
+    `micro_batch_size=`
 [changed-buffer] StateWarning: a forward pass changes `{names}` of the model, so micro-batches change it
     more often than the steps of the full-batch run, and this run differs from that run. Create the
     DataLoaders with `bs` set to the size of a step, and replace `GradientAccumulation` with
@@ -595,7 +598,7 @@ add_messages("""
 [text-chunks] AccumulationWarning: fastai's SentenceEncoder leaves out the last chunk of a text if an
     earlier text of the batch is too short to have that chunk. So predictions depend on which texts share
     a micro-batch, and this run may differ from the full-batch run. Create the DataLoaders with the batch
-    size of a step, and use `ActivationCheckpoint()` instead
+    size of a step, and use `fastaccum.ActivationCheckpoint()` instead
 """)
 
 # %% ../../nbs/base/00_messages.ipynb #processes
@@ -632,7 +635,8 @@ add_messages("""
     train with half of what it finds
 [exchanges-in-the-forward-pass/cache] ValueError: `micro_batch_size={limit!r}` does not work with
     SyncBatchNorm on several processes: {limit.why_uneven}, and its SyncBatchNorm would wait for the
-    others forever. Pass a number that fits on every process, such as `GradientCache(micro_batch_size=8)`
+    others forever. Pass a number that fits on every process, such as
+    `fastaccum.GradientCache(micro_batch_size=8)`
 """)
 
 # %% ../../nbs/base/00_messages.ipynb #import-order-warn

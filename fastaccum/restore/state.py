@@ -19,6 +19,7 @@ from operator import methodcaller
 from torch import nn
 from fastai.callback.core import Callback
 from fastcore.basics import patch
+from fastcore.docments import docments
 from ..base.messages import refuse
 
 # %% ../../nbs/restore/00_state.ipynb #rng
@@ -308,8 +309,20 @@ class Patch:
         else: attrs[self.name] = self.own_attr
 
 # %% ../../nbs/restore/00_state.ipynb #callbacks
+def _describe_arguments(init:Callable):
+    "Make the comments beside the arguments of `init` its docstring, because `help` shows only docstrings"
+    try: comments = docments(init)
+    except OSError: return   # Python runs without the source files
+    lines = [f'{name}: {text}'.replace('\n', '\n    ') for name,text in comments.items() if text]
+    init.__doc__ = '\n'.join(lines)
+
 class QuietCallback(Callback):
     "A callback that may set attributes without fastai's warning that the Learner has them too"
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        is_ours = cls.__module__.startswith('fastaccum.')
+        if is_ours and '__init__' in vars(cls): _describe_arguments(cls.__init__)
+
     def __setattr__(self, name, value): object.__setattr__(self, name, value)
 
     @property

@@ -60,6 +60,10 @@ class Steps(Sequence):
             if i<n: return step
             i -= n
 
+    def kinds(self)->list:
+        "List the `PlannedStep`s that differ from the one before"
+        return [step for _,step in self.runs]
+
     def totals(self)->list:
         "List pairs: a number of consecutive steps of equal size, and the samples in each of these steps"
         pairs = ((n,sum(step.sizes)) for n,step in self.runs)

@@ -93,6 +93,7 @@ class Warnings(Watch):
         self.loop = loop
         self.comms = per_micro_batch_comms(loop.learn.model, loop.log_steps, loop.train_metrics)
         self.n_left,self.n_changed,self.waiting = self.trials_per_epoch,0,None
+        self._check_plan()
 
 # %% ../../nbs/tell/02_differences.ipynb #watch-micro
 @patch
@@ -119,9 +120,9 @@ def before_backward(self:Warnings):
     if self.grads is not None: self._compare_grads()
     if self.n_steps<=self.steps_compared: self._compare_settings()
     # a step of a single micro-batch cannot differ
-    if 'fit' in self.done or loop.is_last_micro_batch: return
-    self.done.add('fit')
-    if self.warns: self._check_fit()
+    if loop.is_last_micro_batch or not self.warns: return
+    if self.is_first_time('fit'): self._check_fit(loop.micro.n, loop.step.n_here, loop.step.n_all)
+    if self.is_first_time('chunks'): warn_chunks(loop.learn.model, loop.learn.xb, self.warn_once)
 
 @patch
 def after_backward(self:Warnings):
@@ -305,28 +306,40 @@ def _compare_buffers(self:Warnings):
 
 # %% ../../nbs/tell/02_differences.ipynb #check-fit
 @patch
-def _check_fit(self:Warnings):
-    "Check layers, loader and callbacks with the first micro-batch of a fit"
+def _check_plan(self:Warnings):
+    "Before the progress bar, check the fit if batches of the loader are joined to steps in this epoch"
+    loop = self.loop
+    sizes = loop.loader.sizes
+    here = loop.processes.rank
+    joined = next((o for o in loop.loader.steps.kinds() if o.sizes[here]>sizes.micro_bs), None)
+    if joined is None or not self.warns or not self.is_first_time('fit'): return
+    self._check_fit(sizes.micro_bs, joined.sizes[here], sum(joined.sizes))
+
+@patch
+def _check_fit(self:Warnings, n:int, n_here:int, n_all:int):
+    """Check layers, loader and callbacks once per fit
+
+    A micro-batch has `n` samples. A step has `n_here` samples of this process, and `n_all` of all.
+    """
     learn = self.loop.learn
     for cb in learn.cbs: _warn_second_optimizer(cb, learn.opt, self.warn_once)
-    warn_chunks(learn.model, learn.xb, self.warn_once)
-    self._warn_batchnorms()
-    self._warn_loader()
+    self._warn_batchnorms(n, n_here, n_all)
     self._warn_hooked(learn.model)
-    for cb in learn.cbs: self._warn_mixing(cb)
+    if n_here<=self.loop.loader.sizes.bs: return   # each batch of the loader is a step
+    self._warn_loader(n_here)
+    for cb in learn.cbs: self._warn_mixing(cb, n_here)
 
 # %% ../../nbs/tell/02_differences.ipynb #warn-batchnorms
 @patch
-def _warn_batchnorms(self:Warnings):
+def _warn_batchnorms(self:Warnings, n, n_here, n_all):
     loop = self.loop
     bns = batchnorms(loop.learn.model)
     if not bns: return
     is_synced = all(isinstance(m, nn.SyncBatchNorm) for m in bns)
-    n = loop.micro.n*loop.processes.n if is_synced else loop.micro.n
+    if is_synced: n *= loop.processes.n
     is_one = len(bns)==1
     layers = '1 BatchNorm layer normalizes' if is_one else f'{len(bns)} BatchNorm layers normalize'
-    n_all = loop.step.n_all
-    remedy = _remedy_of_batchnorm(loop.learn.model, bns, loop.step.n_here)
+    remedy = _remedy_of_batchnorm(loop.learn.model, bns, n_here)
     self.warn_once('batchnorm', layers, n, n_all, remedy)
 
 def _remedy_of_batchnorm(model, bns, n_here):
@@ -339,19 +352,18 @@ def _remedy_of_batchnorm(model, bns, n_here):
 
 # %% ../../nbs/tell/02_differences.ipynb #warn-grouping
 @patch
-def _warn_loader(self:Warnings):
+def _warn_loader(self:Warnings, n_here):
     how = by_batch_size(self.loop.loader.dl)
-    if not (how and self.joins_batches): return
-    self.warn_once('loader-order', how, self.loop.step.n_here, self.loop.loader.sizes.micro_bs)
+    if how: self.warn_once('loader-order', how, n_here, self.loop.loader.sizes.micro_bs)
 
 @patch
-def _warn_mixing(self:Warnings, cb):
+def _warn_mixing(self:Warnings, cb, n_here):
     "Warn about MixUp and CutMix, which mix the samples of one batch of the loader"
     is_mixer = 'fastai.callback.mixup.MixHandler' in class_names(type(cb))
     mixes_as_fastai = is_mixer and type(cb).before_batch.__module__.startswith('fastai.')
-    if not (mixes_as_fastai and cb.run and self.joins_batches): return
+    if not (mixes_as_fastai and cb.run): return
     sizes = self.loop.loader.sizes
-    self.warn_once('mixed-in-micro-batches', cb, sizes.bs, self.loop.step.n_here, sizes.micro_bs)
+    self.warn_once('mixed-in-micro-batches', cb, sizes.bs, n_here, sizes.micro_bs)
 
 # %% ../../nbs/tell/02_differences.ipynb #warn-hooked
 @patch
@@ -394,7 +406,7 @@ def _watch_state(self:Warnings):
     if not (modules and self.joins_batches and self.warns): return
     # splitting gives each sample its own state in models such as fastai's AWD_LSTM: see `HiddenRows`
     keeps_rows = any(hasattr(m, '_change_hidden') for m in modules)
-    instead = '`ActivationCheckpoint()` instead of `GradientAccumulation`'
+    instead = '`fastaccum.ActivationCheckpoint()` instead of `GradientAccumulation`'
     if keeps_rows: instead = f'`micro_batch_size={loop.loader.sizes.micro_bs}`'
     n_here = loop.step.n_here
     def warn_of_state(m, *_):

@@ -85,6 +85,10 @@ class RefuseHalfGradients(Callback):
     The callback then removes itself from the Learner.
     """
     order = -100   # before `ModelToHalf` (-50), which casts the model
+    def __call__(self, event_name:str):
+        "Call `before_fit` without fastai's note to an error, which would name this callback"
+        if event_name=='before_fit': self.before_fit()
+
     def before_fit(self):
         learn = self.learn
         # `learn.validate` and `learn.get_preds` also send `before_fit`, and hold `learn.lock` meanwhile

@@ -1,8 +1,9 @@
 "A fit prints what its steps are, and refuses or warns of mistakes of new users, with the remedy."
-import fresh, pytest, random
+import fastaccum, fresh, pytest, random, warnings
+from inspect import signature
 from torch.nn import functional as F
-from fastai.vision.all import (CrossEntropyLossFlat, CutMix, DataLoader, DataLoaders, GradientAccumulation as
-    FastaiGradientAccumulation, Learner, MixUp, nn, set_seed, torch)
+from fastai.vision.all import (Callback, CrossEntropyLossFlat, CutMix, DataLoader, DataLoaders, GradientAccumulation as
+    FastaiGradientAccumulation, Learner, MixUp, ProgressCallback, nn, set_seed, torch)
 from fastaccum import (FreezeBN, GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler,
     GradientCache, ScaledLR)
 from fastaccum.base import messages
@@ -212,7 +213,8 @@ misplaced_arguments = [(lambda: GradientAccumulation(64, 32), '`micro_batch_size
     (lambda: GradientAccumulation(64, 'auto'), "`micro_batch_size='auto'`"),
     (lambda: GradientCache(16), r'`GradientCache\(micro_batch_size=16\)`'),
     (lambda: GradientCache('auto'), r"`GradientCache\(micro_batch_size='auto'\)`"),
-    (lambda: ScaledLR(64), r'`ScaledLR\(base_bs=64\)`'), (lambda: FreezeBN(layer), r'`FreezeBN\(lambda m: m\[0\]\)`'),
+    (lambda: ScaledLR(64), r'`ScaledLR\(base_bs=64\)`'),
+    (lambda: FreezeBN(layer), r'`fastaccum\.FreezeBN\(lambda m: m\[0\]\)`'),
     (lambda: GradientAccumulation(8).plan(5), r'needs a Learner.*got 5.*`plan\(learn, 5\)`'),
     (lambda: GradientAccumulation(8).plan(None), 'needs a Learner.*got None')]
 
@@ -329,3 +331,27 @@ def test_mixing_within_micro_batches_is_warned_of_and_the_remedy_is_right(mixer)
     warned,same = losses(8, GradientAccumulation(8, micro_batch_size=4))
     assert not warned and same==pytest.approx(full_batch)
     assert not losses(8, GradientAccumulation(8))[0]   # no warning if each step is one batch
+
+# What is known before the first batch is said before the progress bar
+
+class NotesWarnings(Callback):
+    "Notes the entries of the warnings that came before the progress bar of the epoch"
+    order = ProgressCallback.order-1
+    def before_train(self): self.before_bar = [str(o.message).partition('.html#')[2] for o in self.told]
+
+@pytest.mark.parametrize('accum,kwargs', [(16,{}),(32,dict(micro_batch_size=4))])
+def test_warnings_come_before_the_progress_bar_where_they_can(accum, kwargs):
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    dls = DataLoaders(DataLoader(data, bs=8), DataLoader(data, bs=32))
+    learn,notes = Learner(dls, model, CrossEntropyLossFlat(), cbs=MixUp()),NotesWarnings()
+    with warnings.catch_warnings(record=True) as notes.told:
+        warnings.simplefilter('always')
+        learn.fit(1, cbs=[GradientAccumulation(accum, **kwargs),notes])
+    assert {*notes.before_bar}=={'batchnorm','mixed-in-micro-batches'}
+    assert len(notes.told)==2
+
+def test_help_describes_each_argument_of_the_callbacks():
+    classes = [getattr(fastaccum, o) for o in fastaccum.__all__]
+    for cls in (o for o in classes if isinstance(o, type) and issubclass(o, Callback) and '__init__' in vars(o)):
+        described = {o.partition(':')[0] for o in (cls.__init__.__doc__ or '').splitlines()}
+        assert {*signature(cls).parameters}<=described, cls

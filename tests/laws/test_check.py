@@ -16,7 +16,8 @@ from small_learners import all_params, make_application, with_loaders
 from test_warned import ignoring, not_ignored, summed
 from test_dry_runs import dry_runs, unchanged
 
-check,row_names = dry_runs['accum_check'],['loss','predictions','draws','callbacks','loader','gradients','buffers']
+check = dry_runs['accum_check']
+row_names = ['loss','predictions','random numbers','callbacks','loader','gradients','model state']
 
 def failed_rows(res): return {o.what for o in res.rows if not o.ok}
 def row(res, what): return next(o for o in res.rows if o.what==what)
@@ -263,9 +264,9 @@ class LossWithBatchNorm(nn.Module):
 # buffers) and the causes that each names; whether the row `gradients` says that the run would be exact
 # without these causes
 different = dict(batchnorm=(lambda: with_layers(nn.BatchNorm1d(6)), dict(predictions='BatchNorm1d 1'), True),
-    dropouts=(lambda: with_layers(nn.Dropout(.2), nn.Tanh(), nn.Dropout(.2)), dict(draws='Dropout 1, 3'), True),
-    skip=(lambda: with_layers(Skip(dict(drop=nn.Dropout(.2)))), dict(draws='Dropout 1.drop'), True),
-    both=(lambda: with_layers(NoiseAndDropout()), dict(draws='NoiseAndDropout 1; Dropout 1.drop'), True),
+    dropouts=(lambda: with_layers(nn.Dropout(.2), nn.Tanh(), nn.Dropout(.2)), {'random numbers':'Dropout 1, 3'}, True),
+    skip=(lambda: with_layers(Skip(dict(drop=nn.Dropout(.2)))), {'random numbers':'Dropout 1.drop'}, True),
+    both=(lambda: with_layers(NoiseAndDropout()), {'random numbers':'NoiseAndDropout 1; Dropout 1.drop'}, True),
     centre=(lambda: with_layers(Centre()), dict(predictions='Centre 1'), False),
     before_batchnorm=(lambda: with_layers(Centre(), nn.BatchNorm1d(6)),
         dict(predictions='Centre 1; BatchNorm1d 2'), False),
@@ -284,9 +285,9 @@ different = dict(batchnorm=(lambda: with_layers(nn.BatchNorm1d(6)), dict(predict
     two=(lambda: toy(12, cbs=[SumPenalty(),Harmless(),CentresPredictions()]),
         dict(callbacks='SumPenalty, CentresPredictions'), True),
     cache=(lambda: with_layers(nn.BatchNorm1d(6), nn.Dropout(.2), cbs=GradientCache(micro_batch_size=4)),
-        dict(predictions='BatchNorm1d 1', draws='Dropout 2'), True),
+        {'predictions':'BatchNorm1d 1', 'random numbers':'Dropout 2'}, True),
     all=(lambda: with_layers(nn.BatchNorm1d(6), nn.Dropout(), cbs=CentresPredictions()),
-        dict(predictions='BatchNorm1d 1', draws='Dropout 2', callbacks='CentresPredictions'), True),
+        {'predictions':'BatchNorm1d 1', 'random numbers':'Dropout 2', 'callbacks':'CentresPredictions'}, True),
     # the loss is named as a cause only if it differs for the same predictions
     online=(lambda: toy(12, cbs=Teacher()), dict(callbacks='Teacher'), True),
     judged=(lambda: toy(12, loss_func=LossWithBatchNorm()), dict(loss=''), False),
@@ -298,12 +299,12 @@ def test_a_fit_that_differs_fails_in_the_rows_of_its_causes(nm):
     "Each of these rows names the cause and a remedy; the other rows pass"
     make,expected,exact_without = different[nm]
     res = check(make())
-    assert not res and not res.ok and {*expected}<=failed_rows(res)<={*expected,'gradients','buffers'}, res
+    assert not res and not res.ok and {*expected}<=failed_rows(res)<={*expected,'gradients','model state'}, res
     for k,where in expected.items(): assert row(res, k).remedy and row(res, k).where==where, res
     if exact_without and 'gradients' in failed_rows(res): assert 'exact' in row(res, 'gradients').where, res
     smallest_diff = 1e-6 if nm in ('tiny_double','judged') else 1e-3
     assert 'not the same run' in repr(res) and all(res.off[k]>smallest_diff for k in expected)
-    assert ('buffers' in failed_rows(res))==(nm in ('batchnorm','before_batchnorm','cache','all','kept'))
+    assert ('model state' in failed_rows(res))==(nm in ('batchnorm','before_batchnorm','cache','all','kept'))
     assert 'Harmless' not in repr(res)
 
 def test_a_loader_whose_batches_depend_on_the_batch_size_is_named():
@@ -434,7 +435,7 @@ def test_the_check_says_what_it_has_not_checked():
         def encodes(self, x:torch.Tensor): return x
     learn = on_loader(TfmdDL(data, bs=12, after_batch=Pipeline([Shift()])))
     res = check(learn)
-    assert res.ok and 'cbs=' in row(res, 'callbacks').where and 'Shift' in row(res, 'draws').where
+    assert res.ok and 'cbs=' in row(res, 'callbacks').where and 'Shift' in row(res, 'random numbers').where
     assert 'cbs=' not in row(check(learn, cbs=[]), 'callbacks').where
 
 # Output, and errors
@@ -445,7 +446,7 @@ def test_the_table_shows_the_differences_and_their_causes(recwarn):
     text,mark = repr(res),res._repr_markdown_()
     for o in ('predictions','off by','BatchNorm1d 1','Dropout 2','ActivationCheckpoint()','recalibrate_bn()','exact'):
         assert o in text and o in mark, o
-    assert '`' not in text and all(len(l)<250 for l in text.splitlines()) and mark.count('\n| ')==1+len(row_names)
+    assert '`' not in text and all(len(l)<=100 for l in text.splitlines()) and mark.count('\n| ')==1+len(row_names)
     assert res.off=={o.what:o.off for o in res.rows} and [*res.off]==row_names
     assert '70 samples at once or in 9 micro-batches of up to 8: the same' in repr(check(toy(8, cbs=acc(99))))
     # the parameters that differ most, and the difference that remains without the causes

@@ -132,7 +132,7 @@ class Compares(Callback):
 def test_a_callback_that_compares_samples_is_named():
     def make(bs): return learner(loaders(bs), linear(), nn.CrossEntropyLoss(), [Compares()])
     off,((entry,text),) = both(make)
-    assert off>1e-4 and entry=='changed-loss' and 'changed by Compares' in text and '`GradientCache(' in text
+    assert off>1e-4 and entry=='changed-loss' and 'changed by Compares' in text and '`fastaccum.GradientCache(' in text
 
 def test_a_loss_that_cannot_be_tried_is_told_once():
     def draws(p, y): return F.cross_entropy(p+1e-3*torch.randn(p.shape), y)

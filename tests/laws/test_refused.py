@@ -120,12 +120,13 @@ acc,fastais = GradientAccumulation,FastaiGradientAccumulation
 refused = dict(
     two=(toy, lambda: [acc(16),acc(8)], ValueError, '2 callbacks accumulate.*keep one'),
     fastais_too=(toy, lambda: [fastais(16),acc(8)], ValueError, '2 callbacks accumulate.*keep one'),
-    added_up_in_half_precision=(toy, lambda: [HalfGradients(),acc(8)], ValueError, r'to_fp16\(\)'),
+    # the message does not begin with the name of the callback that checks this
+    added_up_in_half_precision=(toy, lambda: [HalfGradients(),acc(8)], ValueError, r'^NonNative.*to_fp16\(\)'),
     steps_in_backward=(hooked, lambda: [acc(8)], ValueError, "'2.weight' has a hook.*use another optimizer"),
     steps_by_itself=(own_loop, lambda: [acc(8)], ValueError, 'own `_do_one_batch`.*into a callback'),
     no_step=(toy, lambda: [acc(80, drop_last=True)], ValueError, '70 samples, too few.*80.*drop_last'),
     larger_than_the_loaders=(toy, lambda: [acc(16, micro_batch_size=8)], ValueError, 'size=8.*the 4 samples.*`bs=8`'),
-    no_batch_size=(ready_made, lambda: [acc(16)], ValueError, 'such as `Grad.*micro_batch_size=16'),
+    no_batch_size=(ready_made, lambda: [acc(16)], ValueError, 'such as `fastaccum.Grad.*micro_batch_size=16'),
     targets_not_counted=(named, lambda: [acc(16)], TypeError, 'target is a dict and not a tensor.*pass `n_items='),
     start_after_finish=(toy, lambda: [Schedule(start=100)], ValueError, '`start=100` is later.*pass a `finish`'),
     nothing_to_measure=(toy, lambda: [NoiseScale()], ValueError, 'add `fastaccum.GradientAccumulation'),

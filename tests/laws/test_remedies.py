@@ -38,7 +38,7 @@ def test_the_remedy_for_a_hidden_state_splits_the_batch_only_if_each_row_keeps_i
     of_fastai, = [o for o in messages_of(texts, acc) if '#hidden-state' in o]
     assert '`bs=16`, and use `micro_batch_size=8`' in of_fastai
     other, = messages_of(toy(8, n=64, model=lambda: Remembers().double(), splitter=all_params), acc)
-    assert '`bs=16`, and use `ActivationCheckpoint()`' in other and 'micro_batch_size' not in other
+    assert '`bs=16`, and use `fastaccum.ActivationCheckpoint()`' in other and 'micro_batch_size' not in other
 
 def test_steps_smaller_than_a_batch_are_what_the_warning_says_how_to_get():
     message, = messages_of(toy(16), GradientAccumulation(4))
@@ -75,7 +75,8 @@ class HasMovingAverage(Module):
 @pytest.mark.parametrize('make_loss,key', [(HasMovingAverage,'loss-with-state'), (lambda: nt_xent,'loss-not-a-mean')])
 def test_a_cache_instead_of_accumulation_gives_the_run_of_a_loss_that_needs_the_whole_step(make_loss, key):
     message, = messages_of(toy(4, n=64, loss_func=make_loss()), GradientAccumulation(16))
-    assert key in message and 'replace `GradientAccumulation` with `GradientCache(micro_batch_size=4)`' in message
+    remedy = 'replace `GradientAccumulation` with `fastaccum.GradientCache(micro_batch_size=4)`'
+    assert key in message and remedy in message
     full,cached = [toy(16, n=64, loss_func=make_loss()) for _ in range(2)]
     full.fit(1, 1e-3)
     assert not messages_of(cached, GradientCache(micro_batch_size=4))

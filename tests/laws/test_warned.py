@@ -380,11 +380,11 @@ def test_a_remedy_for_batchnorm_is_one_that_the_model_has():
             toy(4, n=32, model=lambda: model.double(), splitter=all_params).fit(1, 1e-5, cbs=GradientAccumulation(16))
         return next(str(o.message) for o in seen if '#batchnorm' in str(o.message))
     body = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
-    assert '`FreezeBN(lambda m: m[0])`' in message(nn.Sequential(body, nn.Linear(6, 3)))
+    assert '`fastaccum.FreezeBN(lambda m: m[0])`' in message(nn.Sequential(body, nn.Linear(6, 3)))
     without = message(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)))
     assert 'FreezeBN' not in without and 'recalibrate_bn(16)' in without
     blocks = [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(3)]
-    assert '`ActivationCheckpoint()`' in message(nn.Sequential(*blocks, nn.Linear(5, 3)))
+    assert '`fastaccum.ActivationCheckpoint()`' in message(nn.Sequential(*blocks, nn.Linear(5, 3)))
 
 def test_each_warning_is_ignored_by_its_category_and_all_by_the_base_class():
     kinds = {c.__name__:c for c in AccumulationWarning.__subclasses__()}

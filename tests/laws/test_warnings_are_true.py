@@ -39,18 +39,18 @@ def language(bs):
     return language_model_learner(texts(bs, True), AWD_LSTM, config=awd_lstm_lm_config|small, pretrained=False)
 
 hugging = partial(tagged, with_labels=True)
-bn,norms = {'BatchNormWarning'},['predictions','gradients','buffers']
+bn,norms = {'BatchNormWarning'},['predictions','gradients','model state']
 # Each case: a function that takes a batch size and returns a Learner; the classes of the warnings of its
 # fit, or None for any; the rows of `accum_check` that fail
 real = dict(
-    vision=(vision, bn, ['predictions','draws','gradients','buffers']),
+    vision=(vision, bn, ['predictions','random numbers','gradients','model state']),
     vision_frozen=(frozen, set(), []),
     vision_mixup=(lambda bs: groupnorm_in(vision(bs, ps=0., cbs=DoubleMixUp(), loss_func=MixUpLoss())), None,
         ['callbacks','gradients']),
     unet=(segmenter, bn, norms),
     unet_mixed_loss=(lambda bs: groupnorm_in(segmenter(bs, mixed_loss)), {'LossWarning'}, ['loss','gradients']),
-    sentiment=(sentiment, bn|{'LoaderWarning'}, ['predictions','draws','loader','gradients','buffers']),
-    language=(language, {'LoaderWarning','StateWarning'}, ['predictions','draws','loader','gradients']),
+    sentiment=(sentiment, bn|{'LoaderWarning'}, ['predictions','random numbers','loader','gradients','model state']),
+    language=(language, {'LoaderWarning','StateWarning'}, ['predictions','random numbers','loader','gradients']),
     table=(partial(table, config=None, loss_func=None), bn, norms),
     collab=(partial(ratings, loss_func=None), set(), []), gan=(few_critic_steps, set(), []),
     detection=(partial(detection, n=32), set(), []),

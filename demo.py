@@ -44,13 +44,14 @@ def make_learner(bs):
     return Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy)
 
 class SamplesSeen(Callback):
-    "Counts optimizer steps, and records the number of samples seen at each recorded loss"
+    "Counts optimizer steps, and records samples seen at each recorded loss, and the weights after each epoch"
     order,run_valid = Recorder.order+1,False
-    def before_fit(self): self.n_steps,self.n_seen,self.at = 0,0,[]
+    def before_fit(self): self.n_steps,self.n_seen,self.at,self.weights = 0,0,[],[]
     def after_step(self): self.n_steps += 1
     def before_batch(self): self.n_seen += len(self.x)   # fastai calls this for each micro-batch
     def after_batch(self):
         if len(self.recorder.losses)>len(self.at): self.at.append(self.n_seen)
+    def after_epoch(self): self.weights.append(weights(self.learn))
 
 def train(name, bs, acc):
     "Train with batches of `bs` samples and the callbacks `acc`; return `name` and the Learner"
@@ -88,7 +89,7 @@ def gaps(learn, first):
     return np.abs(losses_at(learn, at)-losses_at(first, at))
 
 def plot(runs, fname):
-    """Plot the recorded losses over the samples seen, and their differences from the first run
+    """Plot validation loss and largest weight difference, as in the table, but after each epoch
 
     Return the picture's path.
     """
@@ -96,12 +97,13 @@ def plot(runs, fname):
     first = runs[0][1]
     styles = dict(color='lightgrey', lw=8),dict(color='tab:blue', lw=1.8),dict(color='tab:orange', lw=1.2)
     for (name,learn),style in zip(runs, styles):
-        ax.plot(learn.samples_seen.at, learn.recorder.losses, label=name, **style)
-        if learn is not first:
-            ax2.semilogy(first.samples_seen.at, gaps(learn, first)+1e-9, label=name, color=style['color'])
-    ax.set(xlabel='samples seen', ylabel='recorded loss', title='Training loss as the Recorder has it (smoothed)')
-    ax2.set(xlabel='samples seen', ylabel='difference (1e-9: none)', ylim=(5e-10,10),
-        title=f'Difference to the run on {runs[0][0]}')
+        epochs = range(1, n_epoch+1)
+        ax.plot(epochs, [loss for _,loss,_ in learn.recorder.values], label=name, **style)
+        if learn is first: continue
+        differences = [(a-b).abs().max() for a,b in zip(learn.samples_seen.weights, first.samples_seen.weights)]
+        ax2.semilogy(epochs, differences, label=name, color=style['color'])
+    ax.set(xlabel='epoch', ylabel='validation loss', title='Validation loss')
+    ax2.set(xlabel='epoch', ylabel='difference', ylim=(1e-9,1), title=f'Largest weight difference to {runs[0][0]}')
     for o in (ax,ax2):
         o.legend(frameon=False)
         o.spines[['top','right']].set_visible(False)
@@ -116,7 +118,7 @@ def main():
             train(f"micro-batches of {micro}, fastai's callback", micro, FastaiGradientAccumulation(big))]
     show_table(runs)
     print("\nfastai's callback records and smooths a loss per micro-batch, "
-          "which is another reason why its curve differs.")
+          "so its recorded losses differ also for this reason.")
     print(f'\nThe picture is {plot(runs, "demo.png")} ({time.time()-start:.0f} s)')
 
 if __name__=='__main__': main()

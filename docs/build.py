@@ -117,8 +117,8 @@ def parameter_table(o):
     if not any(comments.values()): return ''
     def types(annotation):
         if annotation is inspect.Parameter.empty: return ''
-        # `MicroBatchLimit` is the base class of the two classes that users can pass
-        text = written(annotation).replace('|MicroBatchLimit', '|AutoSize|TokenBudget')
+        # the annotation of `micro_batch_size` cannot name these classes, whose modules import its module
+        text = written(annotation).replace('|object', '|AutoSize|TokenBudget')
         return code(text) if '[' in text else ' | '.join(map(code, text.split('|')))
     sig = inspect.signature(o)
     rows = []

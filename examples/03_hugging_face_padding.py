@@ -1,7 +1,7 @@
 """Train a Hugging Face model on padded sequences: all labels have the same weight, and padding has none."""
 from fastai.text.all import *
 from fastaccum import GradientAccumulation  # isort: skip
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config  # pip install transformers
 
 def collate(items):   # pad texts, whose tokens are characters; the labels of padding are -100
     n = max(map(len, items))

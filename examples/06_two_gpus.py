@@ -1,6 +1,6 @@
 """Train with 256 samples per step on two GPUs together: torchrun --standalone --nproc-per-node 2 06_two_gpus.py"""
 from fastai.vision.all import *
-from fastai.distributed import *
+from fastai.distributed import *  # pip install accelerate
 from fastaccum import GradientAccumulation  # isort: skip
 from sklearn.datasets import load_digits
 

@@ -171,6 +171,11 @@ def _split_words(self:GradientAccumulation):
     if self.micro_batch_size: return f' (micro-batches of at most {self.micro_batch_size})'
     return f', {self.limit.words}' if self.limit.words else ''
 
+@patch
+def _change_words(self:GradientAccumulation, n_epoch):
+    "Describe when the effective batch size changes in a fit of `n_epoch` epochs; schedules override this"
+    return ''
+
 # %% ../nbs/00_accumulation.ipynb #events
 @patch
 def before_fit(self:GradientAccumulation):
@@ -328,7 +333,8 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     # step
     if n_finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))
     split_words = self.limit.words if self.limit else ''
-    return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None, split_words)
+    change_words = self._change_words(n_epoch) if n_epoch else ''
+    return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None, split_words, change_words)
 
 @patch
 def _plan_fit(self:GradientAccumulation, dl):

@@ -179,6 +179,12 @@ def _size_words(self:GradientAccumulationSchedule):
     return f'{self.start_accum_bs} to {self.final_accum_bs} samples per step{self._split_words()}'
 
 @patch
+def _change_words(self:GradientAccumulationSchedule, n_epoch):
+    "Say when the size changes, because `finish=1` is an epoch and `finish=1.` a fraction of training"
+    start,finish = fractions(self.start, self.finish, n_epoch)
+    return f'changing from {start:.0%} to {min(finish, 1):.0%} of training'
+
+@patch
 def wanted_sizes(self:GradientAccumulationSchedule, micro_bs:int, n_epoch:int)->Callable:
     """Return a function from a `Position` to the samples in a step, in whole micro-batches of `micro_bs`
 

@@ -73,7 +73,7 @@ class Steps(Sequence):
 class Plan:
     "The steps of a training run: their number in each epoch, and their sizes in samples"
     def __init__(self, loaders:list, accum_bs:int|Callable, n_epoch:int=1, drop_last:bool=False,
-        never_empty:bool=False, split_words:str=''):
+        never_empty:bool=False, split_words:str='', change_words:str=''):
         self.loaders = list(loaders)    # the `LoaderSizes` of each process
         # effective batch size in samples over all processes, or a schedule: a function that returns the
         # effective batch size at a `Position`
@@ -85,6 +85,8 @@ class Plan:
         # how the printed summary describes the splitting of batches: 'split where memory runs out', for
         # example; empty if the micro-batch size is fixed
         self.split_words = split_words
+        # when the effective batch size changes, in words of the printed summary; empty without a schedule
+        self.change_words = change_words
         self._epochs = {}               # cache: the number of an epoch -> its steps
         # cache for `steps_before`: item `i` is the number of steps before epoch `i`
         self._starts = [0]
@@ -235,7 +237,8 @@ def _micro_batch_words(self:Plan, first, last):
 def _number_words(self:Plan, full):
     "State the number of steps, and how many of them have fewer than `full` samples"
     if self.has_schedule:
-        return f"{count_of(sum(self.steps), 'step')} in {count_of(self.n_epoch, 'epoch')}"
+        number = f"{count_of(sum(self.steps), 'step')} in {count_of(self.n_epoch, 'epoch')}"
+        return f'{number}, {self.change_words}' if self.change_words else number
     runs = self.epoch(0).totals()
     n_smaller = sum(n for n,size in runs if size<full)
     n = len(self.epoch(0))

@@ -222,7 +222,6 @@ class AutoSize(MicroBatchLimit):
     shrinks = True
     is_even = False
     why_uneven = 'a process whose memory runs out repeats a micro-batch'
-    words = 'split where memory runs out'
     def __init__(self,
         # `f(batch, start, stop, n)` returns samples `start` to `stop` of the `n` in `batch`
         split:Callable=split
@@ -231,6 +230,12 @@ class AutoSize(MicroBatchLimit):
         # (samples in the micro-batch, error message) of the first time that memory ran out since
         # `report` was last called; `None` if there was enough memory
         self.unreported = None
+
+    @property
+    def words(self)->str:
+        "How batches are split, in words; says what was learned when memory ran out"
+        if self.max_train is None: return 'split where memory runs out'
+        return f'split into at most {self.max_train}, because memory ran out'
 
     def __repr__(self): return repr('auto')
 

@@ -400,7 +400,10 @@ def _explain(self:Trial, verdict:Verdict, whole:Ran, parts:list)->Verdict:
     if kept=='model' or model_mixes_samples:
         # the model is a cause: find out whether the loss of its predictions is right
         is_wrong = self._compare_again(by_rows=True)[0].kind=='wrong'
-        if kept and not is_wrong: return Verdict('unknown', state=state)
+        if kept and not is_wrong and state: return Verdict('unknown', state=state)
+        # a hook of a callback, for example, may change only the first predictions
+        if kept and not is_wrong:
+            return Verdict('untried', reason='the model predicts something else when it runs again')
         if not is_wrong: return verdict._replace(cause='model', remedy=_whole_batch_remedy(self.learn.model))
         by_rows = True
     verdict,whole,parts = self._compare(by_rows)
@@ -435,7 +438,7 @@ def _kept_state(self:Trial)->tuple: # 'model', 'loss' or ''; and names of buffer
     first,second = _read([first,self._run_rows(*self.rows)])
     if relative_gap(first.loss, [second.loss], slack=self.slack)<=self.tol: return '',''
     if self._are_same(outputs, learn.pred): return 'loss',''
-    return 'model',', '.join(changed[:3]) or type(learn.model).__name__
+    return 'model',', '.join(changed[:3])
 
 @patch
 def _are_same(self:Trial, a:object, b:object)->bool:

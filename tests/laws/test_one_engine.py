@@ -357,3 +357,20 @@ def test_the_check_of_a_sum_says_what_its_terms_have_to_be():
     _,((_,text),) = fit(make, 16, GradientAccumulation(64), lr=1e-3)
     row, = [o for o in make(16).accum_check(cbs=GradientAccumulation(64)).rows if o.what=='loss']
     for o in (text,row.remedy): assert 'each of its terms must be a sum over samples' in o
+
+class MixesOnce(Callback):
+    "A hook mixes what comes out of a layer, in the first forward pass of each batch"
+    def before_batch(self): self.is_mixed = False
+    def before_fit(self): self.handle = self.model[0].register_forward_hook(self.mix)
+    def after_fit(self): self.handle.remove()
+    def mix(self, module, inputs, out):
+        if self.is_mixed or not self.training: return
+        self.is_mixed = True
+        return out+out.square()
+
+def test_predictions_that_differ_when_the_model_runs_again_are_not_said_to_be_a_state_of_the_model():
+    def make(bs):
+        model = nn.Sequential(linear(), nn.Linear(3, 3))
+        return learner(loaders(bs), model, nn.CrossEntropyLoss(), [MixesOnce()])
+    off,((entry,text),) = both(make)
+    assert off<1e-9 and entry=='loss-not-tried' and 'something else when it runs again' in text

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 from fastcore.docments import docments
 from fastcore.nbio import mk_cell, new_nb, read_nb, write_nb
+from nbdev.config import get_config
 from nbdev.doclinks import nbglob, patch_name
 
 here = Path(__file__).resolve().parent
@@ -480,6 +481,16 @@ def write_redirects():
             f'<a href="{url}">This page has moved.</a>')
         (site/f'{name}.html').write_text(text, encoding='utf-8')
 
+def write_not_found():
+    "Write the page that GitHub Pages shows for an unknown address, which may be in any folder"
+    home = get_config(root).doc_url.rstrip('/')
+    links = {'':'Home', 'get_started.html':'Get started', 'search.html':'Search',
+        'reference/messages.html':'Errors and warnings'}
+    items = ''.join(f'<li><a href="{home}/{o}">{text}</a></li>' for o,text in links.items())
+    text = (f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Page not found</title>'
+        f'<meta name="viewport" content="width=device-width"><h1>There is no page at this address</h1><ul>{items}</ul>')
+    (site/'404.html').write_text(text, encoding='utf-8')
+
 def main():
     from sphinx.application import Sphinx
     pages = [*map(Page, sorted(nbglob(root/'nbs', as_path=True)))]
@@ -503,6 +514,7 @@ def main():
         write_for_tools(src)
     mark_beginnings(site/'_static/sphinx_highlight.js')
     write_redirects()
+    write_not_found()
     print(f'{len(list(site.rglob("*.html")))} pages in {site.name}')
 
 if __name__=='__main__': sys.exit(main())

@@ -37,7 +37,7 @@ class GradientAccumulation(QuietCallback):
 
     Pass it to a fit with `cbs=`. The result matches a fit whose DataLoaders have `bs=accum_bs`, up to
     rounding error. fastaccum warns you about the most common causes of a difference; for the others, see
-    https://fastaccum.github.io/fastaccum/accumulation.html#caveats
+    Caveats on https://fastaccum.github.io/fastaccum/accumulation.html
 
     TypeError: an argument has the wrong type; during a fit, a batch cannot be split, its targets cannot
         be counted, or `n_items` does not return a number

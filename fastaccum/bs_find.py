@@ -207,11 +207,14 @@ class FoundSize:
     def __int__(self): return self.size
     __index__ = __int__
     def __repr__(self):
-        rows = [f'{self.size} samples fit, {self.reason}','  size  fits  peak MiB  samples/s']
+        "Return a table, without the column of peak memory if the device does not report it"
+        has_peak = any(o.peak is not None for o in self.trials)
+        def row(size, fits, peak, speed):
+            return f"{size:>6}  {fits:>4}{f'  {peak:>8}' if has_peak else ''}  {speed:>9}"
+        rows = [f'{self.size} samples fit, {self.reason}',row('size', 'fits', 'peak MiB', 'samples/s')]
         for o in self.trials:
-            fits = 'yes' if o.ok else 'no'
-            peak = _rounded(_mebibytes(o.peak))
-            rows.append(f"{o.size:6}  {fits:>4}  {peak:>8}  {_rounded(o.speed):>9}")
+            peak,speed = _rounded(_mebibytes(o.peak)),_rounded(o.speed)
+            rows.append(row(o.size, 'yes' if o.ok else 'no', peak, speed))
         return '\n'.join(rows)
 
 def _result(good, bad, n, trials):
@@ -231,20 +234,21 @@ def _result(good, bad, n, trials):
 
 # %% ../nbs/06_bs_find.ipynb #plot
 @patch
-def plot(self:FoundSize)->np.ndarray: # The two matplotlib axes
+def plot(self:FoundSize)->np.ndarray: # The matplotlib axes: one if the device does not report its memory
     "Plot peak memory and samples per second against the batch size"
     fit = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
     too_large = [o.size for o in self.trials if not o.ok]
-    _,axs = plt.subplots(1, 2, figsize=(10,3.5), layout='constrained')
+    curves = {'samples per second':[o.speed for o in fit]}
     peaks = [_mebibytes(o.peak) for o in fit]
-    speeds = [o.speed for o in fit]
-    for ax,ys,label in zip(axs, (peaks,speeds), ('peak memory, MiB','samples per second')):
-        if None not in ys: ax.plot([o.size for o in fit], ys, 'o-')
-        else: ax.text(.5, .5, 'not reported by this device', ha='center', transform=ax.transAxes)
+    if None not in peaks: curves = {'peak memory, MiB':peaks} | curves
+    _,axs = plt.subplots(1, len(curves), figsize=(5*len(curves),3.5), layout='constrained', squeeze=False)
+    axs = axs[0]
+    for ax,(label,ys) in zip(axs, curves.items()):
+        ax.plot([o.size for o in fit], ys, 'o-')
         if too_large: ax.axvline(min(too_large), color='tab:red', linestyle=':', label='does not fit')
         ax.set_xscale('log', base=2)
         ax.set(xlabel='batch size, samples', ylabel=label)
-    axs[1].set_ylim(bottom=0)
+    axs[-1].set_ylim(bottom=0)
     if too_large: axs[0].legend(frameon=False)
     return axs
 

@@ -27,13 +27,15 @@ from fastcore.nbio import read_nb
 from nbdev.doclinks import nbglob
 from sphinx.util.inventory import InventoryFile
 from build import hides, moved, order, rooms, page as page_of, resolve, split_errors
+from readme import docs_url
 sources = [fn for folder in ('docs','fastaccum','nbs','skills') for fn in (root/folder).rglob('*.*')]
 built = (site/'searchindex.js').stat().st_mtime
 if any(fn.stat().st_mtime>built for fn in sources if '__pycache__' not in fn.parts):
     skip('it is older than what it is made of: make docs')
 
-redirects = {f'{o}.html' for o in moved}
-pages = sorted({o.relative_to(site).as_posix() for o in site.rglob('*.html') if '_static' not in o.parts}-redirects)
+# pages that Sphinx has not made
+others = {f'{o}.html' for o in moved} | {'404.html'}
+pages = sorted({o.relative_to(site).as_posix() for o in site.rglob('*.html') if '_static' not in o.parts}-others)
 # `entries` has the names in Sphinx's inventory: {short name: (full name, page with the entry of this
 # name)}
 inventory = InventoryFile.loads((site/'objects.inv').read_bytes(), uri='')
@@ -73,6 +75,12 @@ def test_the_old_addresses_of_moved_pages_redirect_to_the_new_ones():
         page,_,anchor = target.partition('#')
         assert f'url={"../"*old.count("/")}{target}"' in (site/f'{old}.html').read_text(encoding='utf-8')
         assert anchor in ids(page)
+
+def test_an_unknown_address_shows_links_to_pages_that_exist():
+    "The links are absolute, because the address may be in any folder"
+    text = (site/'404.html').read_text(encoding='utf-8')
+    links = [o.removeprefix(docs_url()) for o in re.findall('href="([^"]+)"', text)]
+    assert len(links)>2 and all(o.startswith('/') and (site/(o[1:] or 'index.html')).exists() for o in links)
 
 def sidebar(page):
     "Return the pages to which the sidebar of `page` links, in order"

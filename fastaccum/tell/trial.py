@@ -77,9 +77,8 @@ def _read(ran:list)->list:
 def relative_gap(whole:float, parts:list, weights:list|None=None, slack:float=0.)->float:
     """Return the relative difference between the loss `whole` and the mean of its parts' losses
 
-    Without `weights`, it is the difference from their sum. A part with the weight 0 is left out, because
-    a mean over no items is NaN. The result is infinite if the loss of another part is not finite.
-    Absolute differences up to `slack` count as 0.
+    Without `weights`, it is the difference from their sum. A part with the weight 0, whose mean is NaN, is
+    left out. If another loss is not finite, the result is infinite. Differences up to `slack` count as 0.
     """
     if weights is None: terms = parts
     elif not sum(weights)>0: return inf
@@ -91,8 +90,8 @@ def relative_gap(whole:float, parts:list, weights:list|None=None, slack:float=0.
 # %% ../../nbs/tell/01_trial.ipynb #trial
 # data type -> the largest relative difference that counts as rounding
 _tolerances = {torch.float64:1e-8, torch.float32:2e-5, torch.float16:1e-2, torch.bfloat16:5e-2}
-# If the loss is small and the model's outputs are large, the loss is mostly rounding: for each 1 of the
-# largest output, this part of the tolerance is an absolute difference that counts as rounding.
+# If the loss is small and the model's outputs are large, the loss is mostly rounding: this part of the
+# tolerance, times the largest output, is an absolute difference that counts as rounding.
 _output_error = 0.05
 
 class Trial(StepLoop):
@@ -111,12 +110,11 @@ class Trial(StepLoop):
     ):
         super().__init__(SimpleNamespace(n_items=n_items, before_backward=self._share), learn)
         self.counter.is_checked = True   # the fit checks the first number that `n_items` returns
-        self.n,self.parts,self.rows = n,parts,rows
-        self.joined = joined
+        self.n,self.joined = n,joined
+        self.parts,self.rows = parts,rows
         self.devices = devices_of(learn.model.modules())
         self.saved = None         # the `Snapshot` of the state from which each run starts
-        # whether autograd, autocast and `MixedPrecision` work as in the fit
-        self.is_as_in_fit = False
+        self.is_as_in_fit = False # whether autograd, autocast and mixed precision work as in the fit
         self.tol = 0.             # the largest relative difference of losses that counts as rounding
         self.slack = 0.           # the largest absolute difference that counts as rounding
         self.is_by_rows = False   # whether the model runs once, and parts get rows of its outputs
@@ -400,10 +398,9 @@ def _explain(self:Trial, verdict:Verdict, whole:Ran, parts:list)->Verdict:
     if kept=='model' or model_mixes_samples:
         # the model is a cause: find out whether the loss of its predictions is right
         is_wrong = self._compare_again(by_rows=True)[0].kind=='wrong'
-        if kept and not is_wrong and state: return Verdict('unknown', state=state)
-        # a hook of a callback, for example, may change only the first predictions
         if kept and not is_wrong:
-            return Verdict('untried', reason='the model predicts something else when it runs again')
+            reason = 'the model predicts something else when it runs again'
+            return Verdict('unknown' if state else 'untried', state=state, reason=reason)
         if not is_wrong: return verdict._replace(cause='model', remedy=_whole_batch_remedy(self.learn.model))
         by_rows = True
     verdict,whole,parts = self._compare(by_rows)
@@ -458,8 +455,8 @@ def _find_remedy(self:Trial, whole:Ran, parts:tuple)->tuple: # The fields `remed
     if off<=self.tol and self._can_count(best): return 'n-items',self.codes[best]
     if self.mean.is_sum and agrees(samples): return 'mean',''
     if not self.mean.is_sum and agrees(): return 'sum',''
-    # on several processes, the cache is not tried: see `_explain`
-    if self.processes.n>1 or self._is_right_with_cache(whole): return 'cache',''
+    is_one = self.processes.n==1   # on several processes, the cache is not tried: see `_explain`
+    if not is_one or self._is_right_with_cache(whole): return 'cache',''
     return _whole_batch_remedy(self.learn.model),''
 
 @patch
@@ -486,8 +483,8 @@ def _has_same_outputs(self:Trial)->bool:
     except Exception: return True
     self._begin()
     self._run_rows(*self.rows)
-    n_rows = self.rows[1]-self.rows[0]
-    have_rows = all(has_rows(o, n_rows) for o in leaves(joined) if isinstance(o, torch.Tensor))
+    n = self.rows[1]-self.rows[0]
+    have_rows = all(has_rows(o, n) for o in leaves(joined) if isinstance(o, torch.Tensor))
     return self._are_same(joined, self.learn.pred) or not have_rows
 
 @patch

@@ -43,7 +43,9 @@ printed_lines = [
     (lambda: GradientAccumulation(14, micro_batch_size=4), dict(bs=10), 'GradientAccumulation: 14 samples per step '
         '(micro-batches of at most 4), 5 steps per epoch'),
     (lambda: schedule(4, 16, finish=1.), {}, 'GradientAccumulationSchedule: 4 to 16 samples per step '
-        '(1 to 4 micro-batches of 4), 20 steps in 2 epochs'),
+        '(1 to 4 micro-batches of 4), 20 steps in 2 epochs, changing from 0% to 100% of training'),
+    (lambda: schedule(4, 16, finish=1), {}, 'GradientAccumulationSchedule: 4 to 16 samples per step '
+        '(1 to 4 micro-batches of 4), 15 steps in 2 epochs, changing from 0% to 50% of training'),
     (lambda: scheduler({0:4, 1:2}), dict(drop_last=True), 'GradientAccumulationScheduler: 16 to 8 samples per step '
         '(4 to 2 micro-batches of 4), 12 steps in 2 epochs, 6 of 70 samples left out of each epoch')]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import fastaccum, pytest
 from common import files_of_git
 from packaging.requirements import Requirement
+from packaging.version import Version
 from readme import project
 
 root = Path(__file__).resolve().parent.parent
@@ -62,10 +63,14 @@ def test_the_installed_package_has_the_requirements_of_pyproject():
     assert {str(Requirement(o)) for o in installed}=={str(Requirement(o)) for o in expected}
 
 def test_every_file_has_the_same_version():
-    heading = fr'^## {re.escape(version)} - (\d{{4}}-\d\d-\d\d)$'
-    day = re.search(heading, text_of('CHANGELOG.md'), re.M)[1]
-    assert f'\nversion: {version}\ndate-released: {day}\n' in text_of('CITATION.cff')
-    assert f'  version: "{version}"\n' in text_of('conda/recipe.yaml')
+    "Between releases, the version is that of the next one and ends with `.dev0`; other files name the last one"
+    headings = re.findall(r'^## (\S+)(?: - (\d{4}-\d\d-\d\d))?$', text_of('CHANGELOG.md'), re.M)
+    is_between = version.endswith('.dev0')
+    if is_between: assert headings.pop(0)==('Unreleased','')
+    released,day = headings[0]
+    assert Version(version)>Version(released) if is_between else version==released
+    assert f'\nversion: {released}\ndate-released: {day}\n' in text_of('CITATION.cff')
+    assert f'  version: "{released}"\n' in text_of('conda/recipe.yaml')
 
 def test_conda_and_the_oldest_versions_have_the_requirements_of_pyproject():
     run = re.search(r'^  run:\n((?:    - .+\n)+)', text_of('conda/recipe.yaml'), re.M)[1].split('    - ')

@@ -120,9 +120,11 @@ def before_backward(self:Warnings):
     if self.grads is not None: self._compare_grads()
     if self.n_steps<=self.steps_compared: self._compare_settings()
     # a step of a single micro-batch cannot differ
-    if loop.is_last_micro_batch or not self.warns: return
+    if 'batch' in self.done or loop.is_last_micro_batch: return
+    self.done.add('batch')
+    if not self.warns: return
+    warn_chunks(loop.learn.model, loop.learn.xb, self.warn_once)
     if self.is_first_time('fit'): self._check_fit(loop.micro.n, loop.step.n_here, loop.step.n_all)
-    if self.is_first_time('chunks'): warn_chunks(loop.learn.model, loop.learn.xb, self.warn_once)
 
 @patch
 def after_backward(self:Warnings):

@@ -4,11 +4,11 @@
 in a separate process for two reasons. PyTorch must know a device before the first backward pass of a
 process. And other tests fork their process, which must not have run a backward pass on a device.
 """
-import ctypes, hashlib, os, shutil, subprocess, sys, traceback, types, warnings
+import ctypes, hashlib, os, shutil, subprocess, sys, time, traceback, types, warnings
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from threading import Thread
 from xml.etree import ElementTree
 import pytest, torch
 
@@ -147,26 +147,55 @@ def synchronizations():
 
 # Run the tests in a separate process, and report their results in this process
 
-@lru_cache
-def outcomes(names, root):
-    """Run the tests of these names in a separate process
+class DeviceTests:
+    """Runs tests of laws/test_device.py in a separate process, while other tests run
 
-    Return a dict from name to the element of pytest's report.
+    All processes of pytest-xdist read its results from the folder `device` in the home folder of these tests.
     """
-    with TemporaryDirectory() as folder:
-        report = Path(folder)/'report.xml'
-        cmd = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', f'--junitxml={report}']
-        cmd += [f'{laws}::{o}' for o in names]
+    process = None   # in the process of pytest-xdist that has started it: the `Popen`
+    def __init__(self): self.folder = Path.home()/'device'
+
+    def start(self, names, root):
+        "Start the tests of these names, unless another process of pytest-xdist has started them"
+        try: self.folder.mkdir()
+        except FileExistsError: return
+        cmd = [sys.executable, '-m', 'pytest', '-q', '-n0', '-p', 'no:cacheprovider']
+        cmd += [f'--junitxml={self.folder/"report.xml"}', *(f'{laws}::{o}' for o in names)]
         env = os.environ|{process_variable:'1', 'FASTACCUM_DEVICE':kind}
-        res = subprocess.run(cmd, cwd=root, env=env, capture_output=True, text=True, timeout=1200)
+        with open(self.folder/'output.txt', 'wb') as file:
+            self.process = subprocess.Popen(cmd, cwd=root, env=env, stdout=file, stderr=subprocess.STDOUT)
+        Thread(target=self._note_end, daemon=True).start()
+
+    def _note_end(self):
+        code = self.process.wait()
+        partial = self.folder/'partial.txt'
+        partial.write_text(str(code))
+        partial.rename(self.folder/'code.txt')   # exists only with its text
+
+    def end(self):
+        if self.process is not None: self.process.kill()
+
+    def outcomes(self):
+        "Return a dict from the name of a test to the element of pytest's report, as soon as there is one"
+        while not (self.folder/'code.txt').exists(): time.sleep(.1)
+        report = self.folder/'report.xml'
         if report.exists(): return {o.get('name'):o for o in ElementTree.parse(report).iter('testcase')}
-    pytest.fail(f'the process with the device ended with {res.returncode}:\n{(res.stdout+res.stderr)[-4000:]}', False)
+        code,output = ((self.folder/o).read_text(encoding='utf-8') for o in ('code.txt','output.txt'))
+        pytest.fail(f'the process with the device ended with {code}:\n{output[-4000:]}', False)
+
+device_tests = DeviceTests()
+
+def pytest_collection_finish(session):
+    "A hook of pytest: start the tests of laws/test_device.py"
+    names = [o.name for o in session.items if o.path==laws]
+    if names and not has_device: device_tests.start(names, session.config.rootpath)
+
+def pytest_unconfigure(): device_tests.end()
 
 def pytest_pyfunc_call(pyfuncitem):
     "A hook of pytest: for a test of laws/test_device.py, report its result from the separate process"
     if has_device or pyfuncitem.path!=laws: return None
-    names = tuple(o.name for o in pyfuncitem.session.items if o.path==laws)
-    for o in outcomes(names, pyfuncitem.config.rootpath)[pyfuncitem.name]:
+    for o in device_tests.outcomes()[pyfuncitem.name]:
         if o.tag=='skipped': pytest.skip(o.get('message'))
         if o.tag in ('failure','error'): pytest.fail(o.text, pytrace=False)
     return True

@@ -28,7 +28,7 @@ from .step.batch import split
 from .step.loader import by_batch_size, n_of, resizable, size_of
 from .step.memory import free_memory, is_out_of_memory
 from .tell.differences import remedy_of
-from .tell.refuse import check_learner, check_search, hooked_params
+from .tell.refuse import check_learner, check_search, has_body_with, hooked_params
 from .whole.segments import has_segments
 
 # %% ../nbs/02_accum_check.ipynb #accum-check
@@ -365,12 +365,12 @@ def _predictions_row(self:_Diagnosis):
         names = describe_modules(self.model, probe.remembering) or 'the model'
         where = _in_one_cell(f'{names} keeps something from the batch before', where)
         return row._replace(where=where, remedy='reset it before each batch, or leave it')
-    has_norm = any(isinstance(m, _BatchNorm) for m in probe.depending)
-    norm_remedy = ''
-    if has_norm:
-        norm_remedy = ('`fastaccum.FreezeBN(lambda m: m[0])` if the body is pretrained; or '
-            '`learn.recalibrate_bn()` after the fit, which helps only validation')
-    remedy = _in_one_cell(_checkpoint_remedy(self.model), norm_remedy)
+    norms = [m for m in probe.depending if isinstance(m, _BatchNorm)]
+    freeze,recalibrate = '',''
+    if has_body_with(norms, self.model):
+        freeze = '`fastaccum.FreezeBN(lambda m: m[0])` if the body is pretrained'
+    if norms: recalibrate = '`learn.recalibrate_bn()` after the fit, which helps only validation'
+    remedy = _in_one_cell(_checkpoint_remedy(self.model), freeze, recalibrate)
     return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 
 # %% ../nbs/02_accum_check.ipynb #rows-draws

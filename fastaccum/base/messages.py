@@ -7,10 +7,11 @@ Docs: https://fastaccum.github.io/fastaccum/base/messages.html.md"""
 # %% auto #0
 __all__ = ['catalogue', 'warn_once', 'AccumulationWarning', 'LossWarning', 'BatchNormWarning', 'LoaderWarning', 'StateWarning',
            'ImportOrderWarning', 'Message', 'add_messages', 'template_of', 'fields_of', 'text_of', 'more_link',
-           'refuse', 'append_message', 'warn', 'WarnOnce']
+           'refuse', 'append_message', 'warn', 'nothing_told', 'WarnOnce']
 
 # %% ../../nbs/base/00_messages.ipynb #imports
 import builtins, re, sys, torch
+from contextlib import contextmanager
 from typing import NamedTuple
 from warnings import warn as _warn
 from weakref import WeakKeyDictionary, ref
@@ -118,6 +119,15 @@ def _told_of(learn):
     known = _told.get(learn)
     if known is None or known[0]() is not loss_func: known = _told[learn] = ref(loss_func),set()
     return known[1]
+
+@contextmanager
+def nothing_told(learn:object):
+    "Return a context whose warnings later fits of `learn` repeat, because nobody sees them"
+    before = _told.pop(learn, None)
+    try: yield
+    finally:
+        _told.pop(learn, None)
+        if before is not None: _told[learn] = before
 
 class WarnOnce:
     """Gives each warning once; warnings that share an entry on the page Messages count as one

@@ -25,7 +25,7 @@ from fastprogress.fastprogress import progress_bar
 from torch import nn, optim
 from torch.amp import GradScaler
 from ..base.arguments import class_names
-from ..base.messages import AccumulationWarning
+from ..base.messages import AccumulationWarning, nothing_told
 from .state import (QuietCallback, autocast_state, devices_of, generator_state,
     items_of, put_items, rng_state, set_autocast_state, set_rng_state, uninterrupted)
 
@@ -251,7 +251,7 @@ def fit(self:DryRun, dl:object, cbs:list, lr:float|slice|None=0., without:tuple|
         learn.dls.train = dl
         # empty the gradients that an earlier fit has left, because fastai's `fit` would add to them
         for p in learn.model.parameters(): p.grad = None
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), nothing_told(learn):
             warnings.simplefilter('ignore', AccumulationWarning)
             learn.fit(1, lr, cbs=cbs)
         return after(learn)

@@ -26,7 +26,8 @@ from ..step.memory import explain_fixed_size, explain_unsplit
 from ..step.plan import count_of
 from ..step.mean import TargetCounter
 from ..step.split import BatchParts
-from .refuse import batchnorms, check_left_out, hooked_params, per_micro_batch_comms
+from .refuse import (batchnorms, check_left_out, has_body_with, hooked_params,
+    per_micro_batch_comms)
 from ..whole.segments import has_segments
 from .trial import Trial, Verdict
 
@@ -349,8 +350,7 @@ def _remedy_of_batchnorm(model, bns, n_here):
     can_checkpoint = has_segments(model)
     res = text_of('batchnorm/checkpoint', n_here)+' ' if can_checkpoint else 'Use '
     res += text_of('batchnorm/larger', n_here)
-    is_body = isinstance(model, nn.Sequential) and any(m in bns for m in model[0].modules())
-    return res+(text_of('batchnorm/freeze') if is_body else '')
+    return res+(text_of('batchnorm/freeze') if has_body_with(bns, model) else '')
 
 # %% ../../nbs/tell/02_differences.ipynb #warn-grouping
 @patch

@@ -373,12 +373,27 @@ def test_a_second_fit_of_a_learner_says_only_what_is_new():
     counted = count_warnings(lambda: fine_tuned.fine_tune(1, 1e-5, cbs=acc))
     assert set(counted.values())=={1}
 
+@pytest.mark.parametrize('search', [lambda l: l.accum_check(cbs=GradientAccumulation(16)),
+    lambda l: l.accum_find(show_plot=False), lambda l: l.bs_find(show_plot=False)], ids=['check','noise','size'])
+def test_a_check_or_a_search_before_a_fit_takes_no_warning_from_the_fit(search):
+    "They run fits whose warnings nobody sees"
+    body = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
+    learn = toy(4, n=64, model=lambda: nn.Sequential(body, nn.Linear(6, 3)).double(), splitter=all_params)
+    search(learn)
+    def fit(): learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
+    assert count_warnings(fit)=={('BatchNormWarning','batchnorm'):1} and not count_warnings(fit)
+
 def test_a_remedy_for_batchnorm_is_one_that_the_model_has():
     "Only the body of a model whose first part has BatchNorm can be frozen, and only some models have segments"
     def message(model):
-        with collect_warnings() as seen:
-            toy(4, n=32, model=lambda: model.double(), splitter=all_params).fit(1, 1e-5, cbs=GradientAccumulation(16))
-        return next(str(o.message) for o in seen if '#batchnorm' in str(o.message))
+        "Return the warning of a fit, and the remedy of the check"
+        learn = toy(4, n=32, model=lambda: model.double(), splitter=all_params)
+        check = learn.accum_check(cbs=GradientAccumulation(16))
+        with collect_warnings() as seen: learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
+        warning = next(str(o.message) for o in seen if '#batchnorm' in str(o.message))
+        remedy = next(o.remedy for o in check.rows if o.what=='predictions')
+        for o in ('FreezeBN','ActivationCheckpoint','recalibrate_bn'): assert (o in warning)==(o in remedy)
+        return warning
     body = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
     assert '`fastaccum.FreezeBN(lambda m: m[0])`' in message(nn.Sequential(body, nn.Linear(6, 3)))
     without = message(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)))

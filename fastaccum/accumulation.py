@@ -173,7 +173,7 @@ def _split_words(self:GradientAccumulation):
 
 @patch
 def _change_words(self:GradientAccumulation, n_epoch):
-    "Describe when the effective batch size changes in a fit of `n_epoch` epochs; schedules override this"
+    "Describe when the size of a step changes in a fit of `n_epoch` epochs; schedules override this"
     return ''
 
 # %% ../nbs/00_accumulation.ipynb #events

@@ -213,8 +213,8 @@ class FoundSize:
             return f"{size:>6}  {fits:>4}{f'  {peak:>8}' if has_peak else ''}  {speed:>9}"
         rows = [f'{self.size} samples fit, {self.reason}',row('size', 'fits', 'peak MiB', 'samples/s')]
         for o in self.trials:
-            peak,speed = _rounded(_mebibytes(o.peak)),_rounded(o.speed)
-            rows.append(row(o.size, 'yes' if o.ok else 'no', peak, speed))
+            peak = _rounded(_mebibytes(o.peak))
+            rows.append(row(o.size, 'yes' if o.ok else 'no', peak, _rounded(o.speed)))
         return '\n'.join(rows)
 
 def _result(good, bad, n, trials):

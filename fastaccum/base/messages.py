@@ -117,7 +117,9 @@ def _told_of(learn):
     # a bound method is a new object each time, so take the object to which it belongs
     loss_func = getattr(learn.loss_func, '__self__', learn.loss_func)
     known = _told.get(learn)
-    if known is None or known[0]() is not loss_func: known = _told[learn] = ref(loss_func),set()
+    if known is None or known[0]() is not loss_func:
+        of_loss = ref(loss_func)
+        known = _told[learn] = of_loss,set()
     return known[1]
 
 @contextmanager

@@ -46,9 +46,9 @@ def accum_check(self:Learner,
 
     Without `accum_bs`, the check runs the samples of a fit's first step twice: as one batch, and in the
     micro-batches of that step. If these samples do not fit in memory at once, it compares a single
-    micro-batch with its parts, and the table's title says so. If a step is one batch of the loader, or
-    no callback accumulates, it compares a batch of the loader with parts of unequal sizes. Afterwards,
-    it restores the weights, the optimizer and the random state.
+    micro-batch with its parts (with 'auto', as many samples as fit), and the table's title says so. If
+    a step is one batch of the loader, or no callback accumulates, it compares a batch of the loader with
+    parts of unequal sizes. Afterwards, it restores the weights, the optimizer and the random state.
 
     TypeError: `accum_bs` or `steps` is not a whole number
     ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no batch of this
@@ -72,14 +72,16 @@ def accum_check(self:Learner,
                     raise refuse('samples-to-check', accum_bs, compare.n)
                 return _Diagnosis(compare, setup, no_cbs=cbs is None).diagnose(steps)
             diagnosis,too_many = None,None
-            try: diagnosis = diagnose(bs, micro_bs)
-            except Exception as e:
-                if accum_bs or not fitting_bs or not is_out_of_memory(e): raise
-            # the second try is outside of `except`, because the exception keeps the first try's tensors
-            if diagnosis is None:
-                free_memory()
-                too_many = bs
-                diagnosis = diagnose(fitting_bs)
+            while diagnosis is None:
+                try: diagnosis = diagnose(bs, micro_bs)
+                except Exception as e:
+                    if accum_bs or not fitting_bs or not is_out_of_memory(e): raise
+                # prepare the next try outside of `except`, because the exception keeps this try's tensors
+                if diagnosis is None:
+                    free_memory()
+                    too_many = too_many or bs or size_of(self.dls.train)
+                    bs,micro_bs = fitting_bs,None
+                    fitting_bs = setup.smaller(fitting_bs)
     return AccumCheck(diagnosis.rows, diagnosis.sizes, diagnosis.layers, diagnosis.remaining, too_many)
 
 # %% ../nbs/02_accum_check.ipynb #args
@@ -130,7 +132,8 @@ class _Setup:
 def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
     """Return the number of samples in a step, in a micro-batch, and in a batch that fits in memory
 
-    The last two are `None` if a step is not divided.
+    The last two are `None` if a step is not divided. With 'auto', the last one is the size that a fit has
+    found, or the next one to try.
     """
     bs = size_of(dl) if resizable(dl) else None
     cache_size = self.cache.size if self.cache else None
@@ -144,7 +147,18 @@ def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
     # smallest unequal parts have 2 and 3 samples, so compare 5 if the loader's batches are smaller.
     is_too_small = accum_bs is None and bs and bs<5<=(n_of(dl) or 0)
     if is_too_small: accum_bs = 5
-    return accum_bs,None,None
+    found = self.acc.limit.max_train if self._shrinks else None
+    return accum_bs,None,found or self.smaller(accum_bs or bs)
+
+@patch(as_prop=True)
+def _shrinks(self:_Setup)->bool:
+    "Whether micro-batches of the fit become smaller where memory runs out"
+    return self.splits_batches and self.acc.limit.shrinks
+
+@patch
+def smaller(self:_Setup, n:int|None)->int|None:
+    "Return the next size to try if `n` samples do not fit; `None` if there is none, as without 'auto'"
+    return n//2 if self._shrinks and n and n>=4 else None
 
 @patch
 def make_cbs(self:_Setup, n:int, sizes:list)->list:

@@ -355,7 +355,8 @@ def _warn_rounded_up(self:Plan, size_name):
         where = f' on each of {n_processes} processes' if n_processes>1 else ''
         n_samples = wanted*sum(o.unit for o in self.loaders)
         pass_size = f'also pass `micro_batch_size={wanted}`'
-        if self.split_words: pass_size = f'pass `micro_batch_size={wanted}` instead of what you have passed'
+        # with 'auto', whole batches of the step's size are split where memory runs out
+        if self.split_words: pass_size = f'create the DataLoaders with `bs={max(1, wanted//n_processes)}`'
         warn('larger-than-a-step', unit, size_name, wanted, where, n_samples,
             pass_size=pass_size, batches=count_of(wanted, 'batch'),
             samples=count_of(wanted, 'sample'))

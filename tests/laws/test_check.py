@@ -154,7 +154,9 @@ def test_the_check_compares_the_sizes_of_training(bs, cbs, kwargs, parts):
     assert res.sizes==parts and max(batch_sizes)==sum(parts), res
 
 @pytest.mark.parametrize('cbs,whole,parts', [(lambda: [acc(32)],8,'5, 3'),
-    (lambda: [acc(32, micro_batch_size=4)],4,'2, 2'), (lambda: [acc(8, micro_batch_size=4)],4,'2, 2'),
+    (lambda: [acc(32, micro_batch_size=4)],4,'2, 2'), (lambda: [acc(8, micro_batch_size='auto')],4,'2, 2'),
+    (lambda: [acc(8, micro_batch_size='auto')],2,'1, 1'),
+    (lambda: [acc(8, micro_batch_size=4)],4,'2, 2'),
     (lambda: [acc(32),cached()],4,'2, 2')])
 def test_if_a_step_does_not_fit_into_memory_fewer_samples_are_compared(cbs, whole, parts):
     "The check compares as many samples as fit, and the title of the table says how many"

@@ -44,7 +44,8 @@ def test_steps_smaller_than_a_batch_are_what_the_warning_says_how_to_get():
     message, = messages_of(toy(16), GradientAccumulation(4))
     assert 'For steps of 4 samples, also pass `micro_batch_size=4`' in message
     message, = messages_of(toy(16), GradientAccumulation(4, micro_batch_size='auto'))
-    assert 'pass `micro_batch_size=4` instead of' in message and 'also pass' not in message
+    assert 'create the DataLoaders with `bs=4`' in message and 'also pass' not in message
+    assert not messages_of(toy(4), GradientAccumulation(4, micro_batch_size='auto'))
     assert not messages_of(toy(16), GradientAccumulation(4, micro_batch_size=4))
     assert GradientAccumulation(4, micro_batch_size=4).plan(toy(16, n=64)).steps==[16]
 

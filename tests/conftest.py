@@ -2,7 +2,7 @@ import gc, os, random, sys
 import numpy as np, pytest, torch
 from hypothesis import settings
 # pytest calls these hooks, which run the tests of laws/test_device.py in a separate process
-from device import pytest_collection_finish, pytest_pyfunc_call, pytest_unconfigure
+from device import pytest_collection_finish, pytest_pyfunc_call, pytest_sessionfinish
 
 @pytest.fixture(autouse=True)
 def in_empty_folder(tmp_path, monkeypatch):

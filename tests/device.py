@@ -152,7 +152,9 @@ class DeviceTests:
 
     All processes of pytest-xdist read its results from the folder `device` in the home folder of these tests.
     """
-    process = None   # in the process of pytest-xdist that has started it: the `Popen`
+    # in the process of pytest-xdist that has started the separate process: its `Popen`, and the thread that
+    # waits for its end
+    process = thread = None
     def __init__(self): self.folder = Path.home()/'device'
 
     def start(self, names, root):
@@ -164,7 +166,8 @@ class DeviceTests:
         env = os.environ|{process_variable:'1', 'FASTACCUM_DEVICE':kind}
         with open(self.folder/'output.txt', 'wb') as file:
             self.process = subprocess.Popen(cmd, cwd=root, env=env, stdout=file, stderr=subprocess.STDOUT)
-        Thread(target=self._note_end, daemon=True).start()
+        self.thread = Thread(target=self._note_end, daemon=True)
+        self.thread.start()
 
     def _note_end(self):
         code = self.process.wait()
@@ -172,8 +175,14 @@ class DeviceTests:
         partial.write_text(str(code))
         partial.rename(self.folder/'code.txt')   # exists only with its text
 
-    def end(self):
-        if self.process is not None: self.process.kill()
+    def end(self, was_stopped):
+        """Wait for the separate process, because other processes of pytest-xdist may need its results
+
+        If the session `was_stopped`, end the separate process.
+        """
+        if self.process is None: return
+        if was_stopped: self.process.kill()
+        self.thread.join()
 
     def outcomes(self):
         "Return a dict from the name of a test to the element of pytest's report, as soon as there is one"
@@ -190,7 +199,9 @@ def pytest_collection_finish(session):
     names = [o.name for o in session.items if o.path==laws]
     if names and not has_device: device_tests.start(names, session.config.rootpath)
 
-def pytest_unconfigure(): device_tests.end()
+def pytest_sessionfinish(session, exitstatus):
+    was_stopped = session.shouldstop or session.shouldfail or exitstatus==pytest.ExitCode.INTERRUPTED
+    device_tests.end(bool(was_stopped))
 
 def pytest_pyfunc_call(pyfuncitem):
     "A hook of pytest: for a test of laws/test_device.py, report its result from the separate process"

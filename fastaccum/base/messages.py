@@ -108,9 +108,14 @@ def warn(key:str, *args:object, **values:object):
     _warn(refuse(key, *args, **values), stacklevel=user_level)
 
 # %% ../../nbs/base/00_messages.ipynb #said
-# Learner -> (weak reference to its loss function, texts of the warnings that its fits have given). Nothing here
-# keeps a Learner alive, although a loss function may refer to its Learner.
+# Learner -> (reference to its loss function, texts of the warnings that its fits have given). The reference is
+# weak, because a loss function may refer to its Learner, which would then never be freed.
 _told = WeakKeyDictionary()
+
+def _reference(o):
+    "Return a function that returns `o`: a weak reference, unless `o` cannot have one, as `None` cannot"
+    try: return ref(o)
+    except TypeError: return lambda: o
 
 def _told_of(learn):
     "Return the set of texts, without numbers, of the warnings of earlier fits with the same loss function"
@@ -118,8 +123,8 @@ def _told_of(learn):
     loss_func = getattr(learn.loss_func, '__self__', learn.loss_func)
     known = _told.get(learn)
     if known is None or known[0]() is not loss_func:
-        of_loss = ref(loss_func)
-        known = _told[learn] = of_loss,set()
+        reference = _reference(loss_func)
+        known = _told[learn] = reference,set()
     return known[1]
 
 @contextmanager

@@ -201,7 +201,9 @@ def join(parts:list, ns:list)->object:
     return container_like(o, [join(xs, ns) for xs in zip(*map(values, parts))])
 
 # %% ../../nbs/step/01_batch.ipynb #labels
-def _is_text(key): return isinstance(key, str)   # other keys may have no source code
+def _is_text(key):
+    "Whether the key of a mapping is a text, whose `repr` is source code; that of another key may not be"
+    return isinstance(key, str)
 
 def _label_places(code, o, n):
     "Yield (source code, object) for each part of a batch of `n` samples that may hold labels"

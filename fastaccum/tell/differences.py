@@ -311,11 +311,13 @@ def _compare_buffers(self:Warnings):
 @patch
 def _check_plan(self:Warnings):
     "Before the progress bar, check the fit if batches of the loader are joined to steps in this epoch"
+    if 'fit' in self.done or not self.warns: return
     loop = self.loop
     sizes = loop.loader.sizes
     here = loop.processes.rank
     joined = next((o for o in loop.loader.steps.kinds() if o.sizes[here]>sizes.micro_bs), None)
-    if joined is None or not self.warns or not self.is_first_time('fit'): return
+    if joined is None: return
+    self.done.add('fit')
     self._check_fit(sizes.micro_bs, joined.sizes[here], sum(joined.sizes))
 
 @patch

@@ -123,7 +123,7 @@ class Trial(StepLoop):
         self.has_callbacks = True # whether callbacks hear the events of the trial
         self.bounds = []          # (first row, row after the last row) of each part
         self.codes = []           # source code of functions that may count the right items
-        self.counts = []          # these functions
+        self.counts = []          # the functions of which `codes` has the source code
 
 # the events in which a callback may change the loss of a trial
 _events = 'after_pred','after_loss','before_backward'

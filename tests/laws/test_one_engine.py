@@ -349,6 +349,23 @@ def test_a_learner_that_was_warned_of_is_freed():
     gc.collect()
     assert alive() is None
 
+class HasSlots:
+    "A loss function to which no weak reference can be made"
+    __slots__ = ()
+    def __call__(self, p, y): return F.cross_entropy(p, y)
+
+def test_a_loss_function_without_weak_references_is_trained_with():
+    assert both(lambda bs: learner(loaders(bs), linear(), HasSlots()))==(pytest.approx(0, abs=1e-9),[])
+
+def test_a_learner_without_a_loss_function_is_fitted_as_in_fastai():
+    "Its batches have no targets, so fastai computes no loss"
+    inputs = [(x,) for x in xs]
+    dls = DataLoaders(*(DataLoader(inputs, bs=16, n_inp=1) for _ in range(2)))
+    learn = Learner(dls, linear(), nn.MSELoss())
+    learn.loss_func,before = None,nn.utils.parameters_to_vector(learn.model.parameters())
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3, cbs=GradientAccumulation(64))
+    assert nn.utils.parameters_to_vector(learn.model.parameters()).equal(before)
+
 def test_the_check_of_a_sum_says_what_its_terms_have_to_be():
     class Pairs(Module):
         reduction = 'sum'

@@ -28,6 +28,7 @@ from .step.batch import split
 from .step.loader import by_batch_size, n_of, resizable, size_of
 from .step.memory import free_memory, is_out_of_memory
 from .tell.differences import remedy_of
+from .tell.trial import Verdict
 from .tell.refuse import check_learner, check_search, has_body_with, hooked_params
 from .whole.segments import has_segments
 
@@ -62,27 +63,30 @@ def accum_check(self:Learner,
     _check_args(self, accum_bs, steps)
     with self.added_cbs(cbs):
         setup = _Setup(self)
-        bs,micro_bs,fitting_bs = setup.sizes(self.dls.train, accum_bs)
         with DryRun(self, setup.cbs) as run:
-            def diagnose(bs, micro_bs=None):
-                n_batches = max(1, steps)
-                compare = Compare(run, setup.make_cbs, setup.loader_yields_parts, setup.split, bs,
-                    n_batches, micro_bs)
-                if accum_bs and compare.n<accum_bs:
-                    raise refuse('samples-to-check', accum_bs, compare.n)
-                return _Diagnosis(compare, setup, no_cbs=cbs is None).diagnose(steps)
-            diagnosis,too_many = None,None
-            while diagnosis is None:
-                try: diagnosis = diagnose(bs, micro_bs)
-                except Exception as e:
-                    if accum_bs or not fitting_bs or not is_out_of_memory(e): raise
-                # prepare the next try outside of `except`, because the exception keeps this try's tensors
-                if diagnosis is None:
-                    free_memory()
-                    too_many = too_many or bs or size_of(self.dls.train)
-                    bs,micro_bs = fitting_bs,None
-                    fitting_bs = setup.smaller(fitting_bs)
-    return AccumCheck(diagnosis.rows, diagnosis.sizes, diagnosis.layers, diagnosis.remaining, too_many)
+            return _check_what_fits(run, setup, accum_bs, steps, no_cbs=cbs is None)
+
+# %% ../nbs/02_accum_check.ipynb #what-fits
+def _check_what_fits(run, setup, accum_bs, steps, no_cbs):
+    "Compare a step, or as many samples as fit in memory; return the `AccumCheck`"
+    bs,micro_bs,fitting_bs = setup.sizes(run.dl, accum_bs)
+    def diagnose(bs, micro_bs):
+        compare = Compare(run, setup.make_cbs, setup.loader_yields_parts, setup.split, bs, max(1, steps),
+            micro_bs)
+        if accum_bs and compare.n<accum_bs: raise refuse('samples-to-check', accum_bs, compare.n)
+        return _Diagnosis(compare, setup, no_cbs).diagnose(steps)
+    found,too_many = None,None
+    while found is None:
+        try: found = diagnose(bs, micro_bs)
+        except Exception as e:
+            if accum_bs or not fitting_bs or not is_out_of_memory(e): raise
+        # prepare the next try outside of `except`, because the exception keeps this try's tensors
+        if found is None:
+            free_memory()
+            too_many = too_many or bs or size_of(run.dl)
+            bs,micro_bs = fitting_bs,None
+            fitting_bs = setup.smaller(fitting_bs)
+    return AccumCheck(found.rows, found.sizes, found.layers, found.remaining, too_many)
 
 # %% ../nbs/02_accum_check.ipynb #args
 def _check_args(learn, accum_bs, steps):
@@ -150,6 +154,7 @@ def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
     found = self.acc.limit.max_train if self._shrinks else None
     return accum_bs,None,found or self.smaller(accum_bs or bs)
 
+# %% ../nbs/02_accum_check.ipynb #setup-sizes-shrinks
 @patch(as_prop=True)
 def _shrinks(self:_Setup)->bool:
     "Whether micro-batches of the fit become smaller where memory runs out"
@@ -218,6 +223,7 @@ def _cells(self:AccumCheck):
     rows = [(o.what,o.state,o.where,o.remedy) for o in self.rows]
     return [('what','result','where','remedy'),*rows]
 
+# %% ../nbs/02_accum_check.ipynb #result-shown-repr
 @patch
 def __repr__(self:AccumCheck):
     "Return a block of lines for each row that is not exact or says something, and list the other rows"
@@ -239,7 +245,8 @@ def _wrapped(text, indent=''):
 
 @patch
 def _repr_markdown_(self:AccumCheck):
-    head,*rows = [f"| {' | '.join(row)} |" for row in self._cells()]
+    lines = [' | '.join(o.replace('|', r'\|') for o in row) for row in self._cells()]
+    head,*rows = [f'| {o} |' for o in lines]
     return '\n'.join([self._title(),'',head,'|---|---|---|---|',*rows])
 
 # %% ../nbs/02_accum_check.ipynb #find
@@ -297,6 +304,7 @@ def _probe_first_batch(self:_Diagnosis, n_items, **kwargs):
     except Exception:
         # if `whole_and_parts` has failed as well, ignore this error: the table shows the other one
         if not compare.why: raise
+        probe.why,probe.loss = compare.why,Verdict('untried', reason=compare.why)
     return probe
 
 @patch
@@ -353,7 +361,9 @@ def _loss_row(self:_Diagnosis):
         where = 'in micro-batches of unequal sizes' if gradients_agree else ''
         return Row('loss', loss.off, tol, where, remedy_of(loss, self.compare.most))
     if gradients_agree: return Row('loss', self.rest_off, self.tol)
-    return Row('loss', None if loss.reason else 0., tol, loss.reason)
+    # the gradients differ, and an 'unknown' loss may be the cause, even if nothing prevented the trial
+    where = loss.reason or ('this batch cannot show whether it is right' if loss.kind=='unknown' else '')
+    return Row('loss', None if where else 0., tol, where)
 
 # %% ../nbs/02_accum_check.ipynb #rows-predictions
 def _in_one_cell(*texts):

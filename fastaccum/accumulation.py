@@ -258,8 +258,10 @@ def before_validate(self:GradientAccumulation):
     Other values split only training batches. If memory then runs out during validation, the error
     message says what to do.
     """
-    if self.validates or self.limit is None: return
-    loop = self.loop or StepLoop(self, self.learn, Warnings(self.learn))
+    if self.limit is None: return
+    # `learn.validate()` on its own or in the middle of a step must not change the state of the fit
+    loop = None if self.validates else self.loop
+    loop = loop or StepLoop(self, self.learn, Warnings(self.learn))
     run = run_valid_batch if self.limit.shrinks else run_whole_valid_batch
     self.learn.dl = OneBatchLoader(self.learn, self.dl, partial(run, loop))
 

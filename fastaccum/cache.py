@@ -50,6 +50,7 @@ class GradientCache(PatchingCallback):
     has_rows_by_mode = None
     # Whether this fit has compared the outputs of the two runs of a micro-batch: one in the forward
     # pass, and one in the backward pass.
+    graph_checked = False   # whether the graph of a loss of this fit was searched for kept activations
     checked = False
     @by_name('micro_batch_size')
     def __init__(self, *,
@@ -104,7 +105,7 @@ def before_fit(self:GradientCache):
     uninterrupted(self.undo_patches)
     self.warn_once = WarnOnce(self.learn)
     self.has_rows_by_mode = {}
-    self.checked = False
+    self.checked = self.graph_checked = False
     self.limit.forget_failure()
     if self.validates: return
     check_cached(self.learn, self.limit)
@@ -128,7 +129,9 @@ def after_batch(self:GradientCache): self.undo_patches()
 @patch
 def before_backward(self:GradientCache):
     call,self.call = self.call,None
-    if call is not None and not self.checked: _check_kept(call, self.learn.loss_grad)
+    if call is None or self.graph_checked: return
+    self.graph_checked = True
+    _check_kept(call, self.learn.loss_grad)
 
 @patch
 def undo_patches(self:GradientCache):

@@ -85,6 +85,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
     )->torch.Tensor:
         return super().forward(pred.flatten(0, -2), targ.flatten())
 
+# %% ../nbs/12_testing.ipynb #toy-toy-data
 def toy_data(
     n:int, # Number of samples
     tokens:bool=False, # Whether to make sequences of 6 tokens, with -100 as the target of padding

@@ -24,7 +24,7 @@ values = {
     'micro-batch-size': '64|16', 'micro-batch-size/cache': '64|16', 'cannot-be-split': 'Graph||64',
     'cannot-be-split/targets': '0|16|64', 'no-lengths': 'TokenBudget(8192)',
     'no-lengths/no-tokens': 'TokenBudget(8192)', 'two-callbacks': '2',
-    'two-callbacks/on-the-learner': '2', 'two-callbacks/of-a-class': '2|NoiseScale',
+    'two-callbacks/of-a-class': '2|NoiseScale',
     'own-training-loop': 'one_batch', 'middle-of-an-epoch': 'GradientAccumulation',
     'second-optimizer': 'CycleGANTrainer', 'no-step-in-a-trial': '64',
     'no-step-in-a-trial/accum-find': '3|20', 'samples-to-check': '5000|1400',

@@ -127,6 +127,7 @@ def _told_of(learn):
         known = _told[learn] = reference,set()
     return known[1]
 
+# %% ../../nbs/base/00_messages.ipynb #said-nothing-told
 @contextmanager
 def nothing_told(learn:object):
     "Return a context whose warnings later fits of `learn` repeat, because nobody sees them"
@@ -200,6 +201,11 @@ add_messages("""
     add samples, or create the DataLoaders with a smaller `bs` or with `drop_last=False`
 [no-batch/recalibration] ValueError: the training loader has no batch, so statistics cannot be estimated:
     give the Learner DataLoaders with training samples, `learn.dls = dls`
+[no-targets] UserWarning: the batches have no targets, so fastai computes no loss and trains nothing:
+    {give-targets}
+[give-targets] Phrase: let the dataset return pairs of inputs and targets, such as `(inputs,labels)`. If
+    the model computes its own loss, any target will do. If the last input was meant to be the target,
+    leave out `n_inp`
 [no-step] ValueError: {too-few-samples}, and `drop_last=True` leaves out incomplete steps, so this epoch
     would train nothing. Lower {sizes}, or leave out `drop_last=True`
 [no-step/smaller] UserWarning: {too-few-samples}, so the whole epoch is a single, smaller step.
@@ -302,10 +308,9 @@ add_messages("""
     may differ from the full-batch run. Both have the same name, and the last import wins (an import
     sorter may have moved it). Write `import fastaccum` and `fastaccum.GradientAccumulation(…)`, which
     works in any order
-[two-callbacks] ValueError: {n} callbacks accumulate gradients, {callbacks}: keep one of them
-[two-callbacks/on-the-learner] ValueError: {n} callbacks accumulate gradients, {callbacks}: keep one of
-    them. Remove those on the Learner with `learn.remove_cbs([o for o in learn.cbs if
-    o.name=='gradient_accumulation'])`, and pass one as `cbs=`
+[two-callbacks] ValueError: {n} callbacks accumulate gradients, {callbacks}: keep one of them. `cbs=`
+    adds to the callbacks on the Learner, which `learn.remove_cbs([o for o in learn.cbs if
+    o.name=='gradient_accumulation'])` removes
 [two-callbacks/of-a-class] ValueError: {n} {cls.__name__} callbacks are on this Learner, and each would
     do the same work: keep one of them. `learn.remove_cb({cls.__name__})` removes all that stay on the
     Learner after a fit; then pass one as `cbs=`
@@ -368,8 +373,8 @@ add_messages("""
 [no-step-in-a-trial/accum-check] RuntimeError: no step was made in {n_batches} batches of up to {n}
     samples. {why-no-step}
 [why-no-step] Phrase: If a callback ends the fit or skips steps, set `run_bs_find = False` in its class.
-    Otherwise, gradients overflow (call `learn.to_fp32()` first), or batches have no targets (set
-    `learn.dls.n_inp` to the number of inputs)
+    Otherwise, gradients overflow (call `learn.to_fp32()` first), or batches have no targets:
+    {give-targets}
 [samples-to-check] ValueError: `accum_bs={accum_bs}` is more than the {n} samples that the training
     loader has: pass at most {n}
 [samples-to-check/one] ValueError: `accum_bs=1` is a single sample, which cannot be split: pass at least

@@ -24,7 +24,7 @@ from ..restore.state import ChangedAttrs, ForwardState, QuietCallback
 from ..step.batch import bounds, leaves, n_samples
 from ..step.memory import is_out_of_memory
 from ..tell.refuse import batchnorms
-from ..tell.trial import Trial, Verdict
+from ..tell.trial import LossTrial, Verdict
 
 # %% ../../nbs/check/01_causes.ipynb #watch
 def _tensors(o): return [t for t in leaves(o) if isinstance(t, torch.Tensor)]
@@ -189,7 +189,7 @@ def before_batch(self:FirstBatchProbe):
 
 @patch
 def _try_loss(self:FirstBatchProbe):
-    trial = Trial(self.learn, self.n_items, self.n, self.attrs)
+    trial = LossTrial(self.learn, self.n_items, self.n, self.attrs)
     self.loss = trial.run()   # before `loss_tol`, because the trial finds its own tolerance
     self.loss_tol = trial.tol
 

@@ -44,6 +44,18 @@ def _sizes_to_try(n, most, of_fit=False):
     res = [*equal,part_sizes(n, most)] if of_fit else [part_sizes(n, most),*equal]
     if n%4==0: res.append([n//2,n//4,n//4])
     if n%2==0: res.append([n//2,n//2])
+    return _without_repeats(res, most)
+
+def _even_sizes_to_try(n, most, of_fit=False):
+    "As `_sizes_to_try`, for callbacks that are told the largest size only, and divide a batch evenly"
+    of_training = even_sizes(n, most)
+    divisions = [even_sizes(n, o) for o in range(min(most, n-1), 0, -1)]
+    unequal = [o for o in divisions if len({*o})>1][:1]
+    halves = even_sizes(n, max(1, n//2))
+    return _without_repeats([of_training,*unequal] if of_fit else [*unequal,of_training,halves], most)
+
+def _without_repeats(res, most):
+    "Leave out repeated lists of sizes, and those that divide nothing or exceed `most`, unless all do"
     different = [o for i,o in enumerate(res) if len(o)>1 and max(o)<=most and o not in res[:i]]
     return different or res[:1]
 
@@ -135,7 +147,8 @@ class Compare:
         loader_bs = size_of(run.dl)
         self.most = micro or min(loader_bs or self.n, self.n)   # the most samples in a part
         # lists of part sizes, in the order in which `whole_and_parts` tries them until a fit succeeds
-        self.to_try = _sizes_to_try(self.n, self.most, micro is not None)
+        to_try = _sizes_to_try if loader_yields_parts else _even_sizes_to_try
+        self.to_try = to_try(self.n, self.most, micro is not None)
         self.sizes = self.to_try[0]   # the samples in each part: the element of `to_try` in use
         self.why = ''                 # why the whole batch and its parts cannot be compared, in words
 

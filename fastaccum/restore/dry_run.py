@@ -186,6 +186,7 @@ def training_device(learn:Learner)->torch.device:
     device = getattr(learn.dls, 'device', default_device())
     return next(learn.model.parameters()).device if device is None else torch.device(device)
 
+# %% ../../nbs/restore/01_dry_run.ipynb #dry-run-dryrun
 class DryRun:
     """Runs fits of a Learner, and restores the Learner's state after each one; a context manager
 

@@ -127,7 +127,8 @@ def put_items(o:dict|list|set|deque, items:list):
     if len(current)==len(items) and all(a is b for a,b in zip(current, items)): return
     o.clear()
     if isinstance(o, (list,deque)): o.extend(items)
-    elif isinstance(o, dict): dict.update(o, zip(items[::2], items[1::2]))   # `Counter.update` would count
+    elif isinstance(o, dict):
+        for k,v in zip(items[::2], items[1::2]): o[k] = v   # `Counter.update` would count
     else: o.update(items)
 
 # %% ../../nbs/restore/00_state.ipynb #find

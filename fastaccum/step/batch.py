@@ -7,7 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/step/batch.html.md"""
 # %% auto #0
 __all__ = ['is_mapping', 'is_nested', 'values', 'has_rows', 'is_list', 'fits_batch', 'n_samples', 'samples', 'batch_device',
            'even_sizes', 'bounds', 'container_like', 'pick', 'split', 'leaves', 'rebuilt', 'like_tensor', 'copies',
-           'join', 'label_counts']
+           'with_grad', 'detached', 'join', 'label_counts']
 
 # %% ../../nbs/step/01_batch.ipynb #imports
 import torch
@@ -136,6 +136,7 @@ def _has_tensor_per_sample(b, n):
     lists = [o for o in b if _lists_samples(o, n)]
     return any(is_mapping(x) or isinstance(x, torch.Tensor) for o in lists for x in o)
 
+# %% ../../nbs/step/01_batch.ipynb #split-it-pick
 def pick(b:object, n:int, f:Callable, without_rows:Callable|None=None)->object:
     """Select samples from a batch of `n` samples: `f` selects rows of tensors and items of lists
 
@@ -188,6 +189,21 @@ def like_tensor(o:object, x:object)->object:
 def copies(o:object)->object:
     "Copy the tensors in `o`, which may be nested"
     return tree_map(lambda x: like_tensor(x.clone(), x) if isinstance(x, torch.Tensor) else x, o)
+
+def with_grad(o:object)->object:
+    "Let the tensors in `o` require gradients; they are no leaves, because a loss may write into them"
+    def copy(x):
+        can_require = isinstance(x, torch.Tensor) and x.is_floating_point()
+        return like_tensor(x.detach().requires_grad_().clone(), x) if can_require else x
+    return tree_map(copy, o)
+
+def detached(o:object)->object:
+    "Copy the tensors in `o` without their graph, in at least single precision"
+    def copy(x):
+        if not isinstance(x, torch.Tensor): return x
+        is_half = x.is_floating_point() and x.element_size()<4
+        return like_tensor(x.detach().to(torch.float32 if is_half else x.dtype, copy=True), x)
+    return tree_map(copy, o)
 
 # %% ../../nbs/step/01_batch.ipynb #join
 def join(parts:list, ns:list)->object:

@@ -88,6 +88,7 @@ def before_micro_batch_row(self:LogRows, learn:Learner):
         # epoch has `n_rows` micro-batches, so `1/n_rows` is right for a micro-batch.
         if cb.run: cb._wandb_epoch += 1/self.n_rows-1/learn.n_iter
 
+# %% ../../nbs/step/08_log.ipynb #added-after-step-row
 @patch
 def after_step_row(self:LogRows, learn:Learner, row:dict):
     "After a step is logged, log the numbers in `row`, and those that callbacks return from `to_log`"
@@ -132,7 +133,7 @@ class Watch:
     A `Watch` may raise errors, add hooks and read the loop's state. It changes nothing that the loop
     computes, and the loop reads none of its results.
     """
-    def warn_once(self, key:str, *args:object, **values:object): "Give a warning once per fit"
+    def warn_once(self, key:str, *args:object, **values:object): "Give a warning, once for each Learner and cause"
     def begin_epoch(self, loop:object): "The `StepLoop` begins an epoch, and its state may be read from now on"
     def begin_step(self, i:int): "Step `i` begins"
     def before_forward(self): "A micro-batch is about to run"
@@ -142,4 +143,5 @@ class Watch:
     def left_out(self): "A callback has cancelled the micro-batch"
     def own_backward(self, counts:bool, changed:bool): "A callback has run its own backward pass"
     def take_step(self): "The gradients of the step are complete"
+    def cancel_step(self): "The step makes no update: its micro-batches were cancelled, or have no targets"
     def error(self, e:BaseException): "`e` has ended the step, and everything is cleaned up"

@@ -9,7 +9,6 @@ __all__ = ['StepLoop', 'CurrentStep']
 
 # %% ../../nbs/step/09_loop.ipynb #imports
 import time, torch
-from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -20,15 +19,15 @@ from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.learner import Learner
 from fastcore.basics import patch
 from ..restore.state import ChangedAttrs, autocast_state, devices_of, set_autocast_state
-from .batch import batch_device, n_samples
-from fastaccum.step.gradients import (GradVersions, complete_grads, empty_grads, grad_sums_for, other_params,
-    params_of)
+from .batch import batch_device
+from .gradients import (GradVersions, complete_grads, empty_grads, grad_sums_for, other_params,
+    params_of, trained_params)
 from .loader import Step, StepLoader, samples_of
 from .log import LogRows, Watch, hears_steps, records
-from .mean import ItemCounter, KeptLosses, StepMean, plain_tensor
+from .mean import ItemCounter, KeptLosses, StepMean
 from .plan import Plan
 from .processes import Processes
-from .split import BatchParts, MicroBatch, Retries, explain_split
+from .split import MicroBatch, run_split
 
 # %% ../../nbs/step/09_loop.ipynb #loop
 class StepLoop:
@@ -175,18 +174,23 @@ def run_step(self:StepLoop, i:int, step:Step):
             self.n_read += n
             missing = step.n_missing(self.n_read)
             # for the step's last batch, `_end_step` sends `after_batch`
-            if missing: self._end_micro_batch()
+            if missing: self.end_micro_batch()
         self._finish_step()
     except BaseException as e:
-        # also for Ctrl-C and Cancel… exceptions: leave no gradient, patch or loader process behind
-        set_autocast_state(autocast)
-        torch.set_grad_enabled(True)   # Ctrl-C while a `no_grad()` block ends may leave them off
-        self._empty_grads()
-        step.batches.end()
-        self.loader.end()
+        self._clean_up(autocast)
         self.watch.error(e)
         raise
 
+@patch
+def _clean_up(self:StepLoop, autocast):
+    "Leave no gradient, patch or loader process behind after an error, Ctrl-C or a Cancel… exception"
+    set_autocast_state(autocast)
+    torch.set_grad_enabled(True)   # Ctrl-C while a `no_grad()` block ends may leave them off
+    self._empty_grads()
+    self.step.batches.end()
+    self.loader.end()
+
+# %% ../../nbs/step/09_loop.ipynb #step-finish-step
 @patch
 def _finish_step(self:StepLoop):
     "Update the weights, unless the step is dropped or all of its micro-batches were cancelled"
@@ -194,14 +198,15 @@ def _finish_step(self:StepLoop):
         return self._drop_step()
     self.mean.sum_up()
     if not self.mean.samples: return self._cancel_step()
-    opt,correction = self.learn.opt,self.mean.correction
-    complete_grads(opt, self.others, self.grad_sums, correction, self.processes)
+    params = trained_params(self.learn.opt, self.others)
+    complete_grads(params, self.grad_sums, self.mean.correction, self.processes)
     self.acc.record_step(self.step)
     self._take_step()
 
 @patch
 def _empty_grads(self:StepLoop):
     empty_grads(self.learn.opt)
+    for p in self.others: p.grad = None
     if self.grad_sums is not None: self.grad_sums.pop()
 
 # %% ../../nbs/step/09_loop.ipynb #batch
@@ -217,8 +222,8 @@ def _run_batch(self:StepLoop, b, n):
     learn._split(self._on_device(b))
     try: self.send('before_batch')
     except CancelBatchException: return self._leave_out()
-    if may_split: self._run_split(n, changed)
-    else: self._run_micro_batch()
+    if may_split: run_split(self, n, changed)
+    else: self.run_micro_batch()
 
 @patch
 def _on_device(self:StepLoop, b):
@@ -231,7 +236,7 @@ def _on_device(self:StepLoop, b):
 
 # %% ../../nbs/step/09_loop.ipynb #micro
 @patch
-def _run_micro_batch(self:StepLoop):
+def run_micro_batch(self:StepLoop):
     "Run forward pass, loss and backward pass, as fastai's `_do_one_batch` does"
     self.watch.before_forward()
     try: self.forward_backward()
@@ -256,6 +261,7 @@ def forward(self:StepLoop):
         micro.has_loss = True
     for cb in self.listeners('after_loss'): self._may_change_loss(cb, 'after_loss')
 
+# %% ../../nbs/step/09_loop.ipynb #micro-forward-backward
 @patch
 def forward_backward(self:StepLoop):
     "Run the forward pass, the loss and, in training, the backward pass of a micro-batch"
@@ -306,7 +312,7 @@ def share_loss(self:StepLoop, share:float|torch.Tensor):
         # a sum over samples needs no share, but a callback's penalty does
         if micro.loss_changes: self._share_added(learn.loss)
     # with `grad_sums`, gradients and not the loss are multiplied by the share, after the backward pass
-    elif self.grad_sums is None: learn.loss_grad = plain_tensor(learn.loss_grad)*share
+    elif self.grad_sums is None: learn.loss_grad = learn.loss_grad.as_subclass(torch.Tensor)*share
 
 @patch
 def _share_added(self:StepLoop, before):
@@ -365,7 +371,7 @@ def _cancelled_backward(self:StepLoop):
 
 # %% ../../nbs/step/09_loop.ipynb #ends
 @patch
-def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
+def end_micro_batch(self:StepLoop, ends_batch:bool=True):
     "Send `after_batch` if no step follows; `ends_batch`: whether the micro-batch ends its batch"
     is_recorded = not self.log_steps and self.micro.has_run
     if is_recorded:
@@ -414,14 +420,16 @@ def _cancel_step(self:StepLoop):
     self._empty_grads()
     micro_loss = getattr(self.learn, 'loss', None)   # `None` if no loss of the fit was computed
     self.learn.loss = self.mean.left_out_loss(micro_loss)
+    self.watch.cancel_step()
     if self.n_left_out: self.send('after_cancel_batch')
     self._end_step(micro_loss)
 
+# %% ../../nbs/step/09_loop.ipynb #take-drop-step
 @patch
 def _drop_step(self:StepLoop):
     "End an incomplete step without an update, because the full-batch run does not have this batch"
     self._empty_grads()
-    if self.micro is not None: self._end_micro_batch()
+    if self.micro is not None: self.end_micro_batch()
 
 @patch
 def _end_step(self:StepLoop, micro_loss):
@@ -447,49 +455,3 @@ def _end_step(self:StepLoop, micro_loss):
     micro_bs = self.limit.max_train if self.limit is not None and self.limit.shrinks else None
     row = dict(accumulation_batch_size=self.acc.current_bs, micro_batch_size=micro_bs)
     self.log_rows.after_step_row(learn, row)
-
-# %% ../../nbs/step/09_loop.ipynb #split
-@patch
-def _run_split(self:StepLoop, n, changed):
-    "Run a batch of `n` samples in micro-batches, splitting what callbacks have `changed` as well"
-    learn,limit = self.learn,self.limit
-    # callbacks may have made more rows than samples, such as several views of each sample
-    n_rows = n_samples((*learn.yb,*learn.xb), n) or n
-    division = limit.divide(learn.model, learn.xb, learn.yb, n_rows, self.watch.warn_once)
-    parts = BatchParts(learn, n_rows, changed, division)
-    # `'auto'` may split much later: cut the first batch now, so that an error comes before training
-    is_first = not learn.iter and not self.micro.i
-    if is_first and limit.shrinks: parts.part(0, 1)
-    self.run_parts(n, parts, Retries(learn, limit), self._run_micro_batch)
-
-@patch
-def run_parts(self:StepLoop,
-    n:int, # Number of samples in the Learner's batch
-    parts:BatchParts, # Splits the batch, which has more than `n` rows if callbacks have added rows
-    retries:Retries, # Says where each micro-batch ends, and repeats it if memory runs out
-    run:Callable # Runs the micro-batch `self.micro`; called again if memory runs out
-):
-    "Run the Learner's batch in micro-batches; with 'auto', repeat one in halves if memory runs out"
-    learn,training = self.learn,self.learn.training
-    division,n_rows = parts.division,parts.n
-    start,i = 0,self.micro.i if self.micro else 0
-    try:
-        while start<n_rows:
-            stop = retries.end_of(start, division)
-            is_part = not division.is_whole(start, stop)
-            if is_part:
-                if training: self.watch.before_part(parts, n)
-                parts.select(start, stop)
-            # convert rows to samples: if callbacks have added rows, there are more rows than samples
-            first,end = n*start//n_rows,n*stop//n_rows
-            self.micro = MicroBatch(end-first, i, self.n_read+first, start, stop)
-            is_first = training and not self.mean.n_micro_batches
-            with explain_split(stop-start, n_rows): is_done = retries.attempt(run, self.micro, is_first)
-            if not is_done: continue
-            if is_part: self.micro.batch = learn.xb,learn.yb
-            parts.hidden.keep()
-            start = stop
-            i += 1
-            # the caller ends the last micro-batch, together with the batch
-            if training and start<n_rows: self._end_micro_batch(ends_batch=False)
-    finally: parts.restore()

@@ -112,6 +112,7 @@ def read_loss_settings(loss_func:Callable)->LossSettings:
     weight = kwargs.get('weight', getattr(f, 'weight', None))
     return LossSettings(f, None, reduction, ignore_index, weight, is_ce)
 
+# %% ../../nbs/step/03_mean.ipynb #find-find-n-items
 def find_n_items(loss_func:Callable)->Callable|None:
     """Determine which items `loss_func` averages: samples, or targets that are not ignored
 

@@ -6,13 +6,14 @@ Docs: https://fastaccum.github.io/fastaccum/step/split.html.md"""
 
 # %% auto #0
 __all__ = ['HiddenRows', 'Division', 'BatchParts', 'is_close', 'MicroBatchLimit', 'FixedSize', 'AutoSize',
-           'read_micro_batch_size', 'MicroBatch', 'explain_split', 'Failed', 'Retries']
+           'read_micro_batch_size', 'MicroBatch', 'explain_split', 'Failed', 'Retries', 'run_split', 'run_parts']
 
 # %% ../../nbs/step/07_split.ipynb #imports
 import torch
 from collections.abc import Callable
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from torch import nn
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
@@ -22,8 +23,8 @@ from ..base.arguments import check_count, check_function
 from ..base.messages import WarnOnce, append_message, refuse, warn
 from fastaccum.restore.state import (ChangedAttrs, ForwardState, autocast_state, devices_of,
     set_autocast_state)
-from .batch import even_sizes, has_rows, split
-from .gradients import UndoBackward, params_of
+from .batch import even_sizes, has_rows, n_samples, split
+from .gradients import UndoBackward, trained_params
 from .memory import free_memory, is_out_of_memory
 
 # %% ../../nbs/step/07_split.ipynb #rows
@@ -264,6 +265,7 @@ def attempt(self:MicroBatchLimit, n:int, training:bool, run:Callable, undo:Calla
     self._shrink(n, training, reason)
     return False
 
+# %% ../../nbs/step/07_split.ipynb #auto-attempt-shrink
 @patch
 def _shrink(self:AutoSize, n, training, reason):
     "After memory ran out with `n` samples, with the error `reason`: allow half as many from now on"
@@ -303,24 +305,23 @@ def read_micro_batch_size(o:int|str|MicroBatchLimit, split:Callable=split)->Micr
     return FixedSize(check_count('micro_batch_size', o, or_else=other_kinds), split)
 
 # %% ../../nbs/step/07_split.ipynb #micro
+@dataclass(eq=False)
 class MicroBatch:
     """Data of a micro-batch while it runs
 
-    `n` is its number of samples. It is number `i` of the step, after `n_before` samples of this process.
+    It is number `i` of the step, after `n_before` samples of this process.
     """
-    def __init__(self, n:int, i:int, n_before:int, start:int=0, stop:int=0):
-        self.n = n
-        self.i = i
-        self.n_before = n_before
-        self.start = start      # first row of the micro-batch, if the batch is split
-        self.stop = stop        # row after the last row of the micro-batch, if the batch is split
-        self.pred = None        # the model's output, until the backward pass has ended
-        self.loss_changes = []  # the callbacks that have changed the loss, one entry for each change
-        self.has_loss = False   # whether the loss was computed
-        self.share = None       # weight of this micro-batch's loss in the step's mean; `None`: not known yet
-        # whether the micro-batch has run to the end of its backward pass; otherwise, it is left out
-        self.has_run = False
-        self.batch = None       # inputs and targets of the micro-batch, if the Learner's batch is split
+    n:int # Number of samples
+    i:int # Number in the step, from 0
+    n_before:int # Samples of this process in the step before it
+    start:int=0 # First row of the micro-batch, if the batch is split
+    stop:int=0 # Row after the last row of the micro-batch, if the batch is split
+    pred:object=None # The model's output, until the backward pass has ended
+    loss_changes:list=field(default_factory=list) # The callbacks that have changed the loss, one for each change
+    has_loss:bool=False # Whether the loss was computed
+    share:float|torch.Tensor|None=None # Weight of its loss in the step's mean; `None`: not known yet
+    has_run:bool=False # Whether it has run to the end of its backward pass; otherwise, it is left out
+    batch:tuple|None=None # Inputs and targets, if the Learner's batch is split
 
 # %% ../../nbs/step/07_split.ipynb #explain-split
 @contextmanager
@@ -348,9 +349,10 @@ class Retries:
     OutOfMemoryError: a single sample does not fit, or a callback cancels samples that a gradient already
         contains
     """
-    def __init__(self, learn:Learner, limit:MicroBatchLimit):
+    def __init__(self, learn:Learner, limit:MicroBatchLimit, params:list=()):
         self.learn = learn
         self.limit = limit                # says how many samples a micro-batch may have
+        self.params = params              # the parameters that get gradients; none in validation
         self.training = learn.training
         # a stack of `Failed` micro-batches: each one is a part of the micro-batch that failed before it
         self.unfinished = []
@@ -376,7 +378,7 @@ class Retries:
             # clear these gradients before it runs again. Afterwards, `_succeeded` puts `failed.grads`
             # back.
             for p,_ in failed.grads: p.grad = None
-        undo_backward = UndoBackward(params_of(learn.opt) if self.training else [], first)
+        undo_backward = UndoBackward(self.params, first)
         def undo():
             state.put_back()
             # free the graph of the failed micro-batch, which these attributes hold
@@ -396,3 +398,50 @@ def _succeeded(self:Retries, micro):
     while self.unfinished and self.unfinished[-1].stop==micro.stop:
         for p,g in self.unfinished.pop().grads: p.grad = g
     self.limit.report(self.training)
+
+# %% ../../nbs/step/07_split.ipynb #run-split
+def run_split(loop:object, n:int, changed:ChangedAttrs):
+    "Run the batch of `n` samples of a `StepLoop` in micro-batches, with what callbacks have `changed`"
+    learn,limit = loop.learn,loop.limit
+    # callbacks may have made more rows than samples, such as several views of each sample
+    n_rows = n_samples((*learn.yb,*learn.xb), n) or n
+    division = limit.divide(learn.model, learn.xb, learn.yb, n_rows, loop.watch.warn_once)
+    parts = BatchParts(learn, n_rows, changed, division)
+    # `'auto'` may split much later: cut the first batch now, so that an error comes before training
+    is_first = not learn.iter and not loop.micro.i
+    if is_first and limit.shrinks: parts.part(0, 1)
+    retries = Retries(learn, limit, trained_params(learn.opt, loop.others))
+    run_parts(loop, n, parts, retries, loop.run_micro_batch)
+
+# %% ../../nbs/step/07_split.ipynb #run-parts
+def run_parts(
+    loop:object, # A `StepLoop`
+    n:int, # Number of samples in the Learner's batch
+    parts:BatchParts, # Splits the batch, which has more than `n` rows if callbacks have added rows
+    retries:Retries, # Says where each micro-batch ends, and repeats it if memory runs out
+    run:Callable # Runs the micro-batch `loop.micro`; called again if memory runs out
+):
+    "Run the Learner's batch in micro-batches; with 'auto', repeat one in halves if memory runs out"
+    learn,training = loop.learn,loop.learn.training
+    division,n_rows = parts.division,parts.n
+    start,i = 0,loop.micro.i if loop.micro else 0
+    try:
+        while start<n_rows:
+            stop = retries.end_of(start, division)
+            is_part = not division.is_whole(start, stop)
+            if is_part:
+                if training: loop.watch.before_part(parts, n)
+                parts.select(start, stop)
+            # convert rows to samples: if callbacks have added rows, there are more rows than samples
+            first,end = n*start//n_rows,n*stop//n_rows
+            loop.micro = MicroBatch(end-first, i, loop.n_read+first, start, stop)
+            is_first = training and not loop.mean.n_micro_batches
+            with explain_split(stop-start, n_rows): is_done = retries.attempt(run, loop.micro, is_first)
+            if not is_done: continue
+            if is_part: loop.micro.batch = learn.xb,learn.yb
+            parts.hidden.keep()
+            start = stop
+            i += 1
+            # the caller ends the last micro-batch, together with the batch
+            if training and start<n_rows: loop.end_micro_batch(ends_batch=False)
+    finally: parts.restore()

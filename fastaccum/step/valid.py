@@ -14,7 +14,7 @@ from ..restore.state import ChangedAttrs
 from .batch import join, n_samples
 from .mean import KeptLosses, Mean
 from .memory import explain_unsplit_validation
-from .split import BatchParts, Retries
+from .split import BatchParts, Retries, run_parts
 
 # %% ../../nbs/step/10_valid.ipynb #valid
 def join_outputs(learn:Learner, outs:list):
@@ -26,7 +26,9 @@ def join_outputs(learn:Learner, outs:list):
     ns,preds,losses,items = zip(*outs)
     learn.pred = join(preds, ns)
     if not len(learn.yb): return
-    if items[0] is None: learn.loss = sum(losses)
+    has_rows = losses[0].ndim>0   # `get_preds(with_loss=True)` keeps a loss for each sample
+    if has_rows: learn.loss = join(losses, ns)
+    elif items[0] is None: learn.loss = sum(losses)
     else:
         mean = Mean()
         for loss,n in zip(losses, map(float, items)):   # `float` synchronizes the GPU once per part
@@ -36,6 +38,7 @@ def join_outputs(learn:Learner, outs:list):
         learn.loss = mean.value(if_empty=losses[0])
     learn.loss_grad = learn.loss
 
+# %% ../../nbs/step/10_valid.ipynb #valid-run-valid-batch
 def run_valid_batch(loop:object, i:int, b:object):
     "Run the `i`th validation batch `b` in micro-batches that fit in memory; `loop` is the `StepLoop`"
     learn = loop.learn
@@ -58,7 +61,7 @@ def run_valid_batch(loop:object, i:int, b:object):
         limit = loop.acc.limit
         division = limit.divide(learn.model, learn.xb, learn.yb, n, loop.watch.warn_once)
         parts = BatchParts(learn, n, changed, division)
-        loop.run_parts(n, parts, Retries(learn, limit), run)
+        run_parts(loop, n, parts, Retries(learn, limit), run)
         if len(outs)>1:
             join_outputs(learn, outs)
             kept.put_means(learn)

@@ -29,7 +29,7 @@ from ..step.split import BatchParts
 from .refuse import (batchnorms, check_left_out, has_body_with, hooked_params,
     per_micro_batch_comms)
 from ..whole.segments import has_segments
-from .trial import Trial, Verdict
+from .trial import LossTrial, Verdict
 
 # %% ../../nbs/tell/02_differences.ipynb #chunks
 def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
@@ -111,6 +111,7 @@ def begin_step(self:Warnings, i:int):
     self.n_steps += 1
     self._begin_batch()
 
+# %% ../../nbs/tell/02_differences.ipynb #watch-micro-before-backward
 @patch
 def before_backward(self:Warnings):
     "Check the fit, unless the step has only this micro-batch"
@@ -164,6 +165,11 @@ def take_step(self:Warnings):
     self.warn_once('micro-batch-left-out', n)
 
 @patch
+def cancel_step(self:Warnings):
+    "Warn if the step makes no update because its batches have no targets"
+    if not len(self.loop.learn.yb): self.warn_once('no-targets')
+
+@patch
 def error(self:Warnings, e:BaseException):
     "Explain an error if memory ran out"
     loop = self.loop
@@ -196,7 +202,7 @@ class SingleSample:
 # %% ../../nbs/tell/02_differences.ipynb #trials
 @patch
 def _begin_batch(self:Warnings):
-    "Before a batch of the loader: note the attributes that callbacks may change, if the loss will be tried"
+    "Before a batch, note the attributes that callbacks may change, if the loss will be tried"
     learn = self.loop.learn
     self.parts = None
     settings = self.loop.counter.settings
@@ -218,6 +224,7 @@ def before_forward(self:Warnings):
         if self.is_first_time('buffers') and self.warns: self._note_buffers()
     if loop.mean.n_micro_batches and 'state' not in self.done: self._watch_state()
 
+# %% ../../nbs/tell/02_differences.ipynb #trials-try-loss
 @patch
 def _try_loss(self:Warnings):
     "Run a trial of the current micro-batch, and report what it shows"
@@ -228,12 +235,12 @@ def _try_loss(self:Warnings):
         # a single row has no parts, so try it with the next row of the batch
         stop = max(micro.stop, min(micro.start+2, parts.n))
         if stop-micro.start<2: return
-        trial = Trial(learn, n_items, parts.n, parts, (micro.start,stop))
-    elif micro.n>1: trial = Trial(learn, n_items, micro.n, self.attrs)
+        trial = LossTrial(learn, n_items, parts.n, parts, (micro.start,stop))
+    elif micro.n>1: trial = LossTrial(learn, n_items, micro.n, self.attrs)
     else:
         joined = self._join_samples()
         if joined is None: return
-        trial = Trial(learn, n_items, 2, self.attrs, joined=joined)
+        trial = LossTrial(learn, n_items, 2, self.attrs, joined=joined)
     verdict = trial.run()
     # processes try equally many micro-batches, because a loss may exchange data between them
     tries_more = verdict.kind=='unknown' or loop.processes.n>1
@@ -426,10 +433,10 @@ def _watch_state(self:Warnings):
 # %% ../../nbs/tell/02_differences.ipynb #before-split
 @patch
 def before_part(self:Warnings, parts:BatchParts, n:int):
-    "Before a batch is split, warn if its rows are no samples"
+    "Before a part of a batch runs, warn if the rows of the batch are no samples"
     self.parts = parts
     if n>self.loop.loader.sizes.bs: self._larger_batch(n)
-    if parts.n>n: self._splits_rows(parts.n, n)
+    if parts.n>n: self.warn_once('rows-of-a-split-batch', rows=parts.n, n=n)
 
 # %% ../../nbs/tell/02_differences.ipynb #steps
 @patch
@@ -440,11 +447,6 @@ def _compare_grads(self:Warnings):
     self.done.add('gradients')
     if not n: return
     self.warn_once('gradients-changed', parameters=count_of(n, 'parameter'))
-
-@patch
-def _splits_rows(self:Warnings, rows:int, n:int):
-    "Warn that callbacks made `rows` rows from a batch of `n` samples, and that these rows are split"
-    self.warn_once('rows-of-a-split-batch', rows, n)
 
 # %% ../../nbs/tell/02_differences.ipynb #settings
 # events that come for each micro-batch

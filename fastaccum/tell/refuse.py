@@ -10,7 +10,6 @@ __all__ = ['check_half_gradients', 'RefuseHalfGradients', 'check_learner', 'hook
            'check_processes', 'check_left_out', 'check_search']
 
 # %% ../../nbs/tell/00_refuse.ipynb #imports
-import sys
 from math import ceil
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,7 +18,6 @@ from fastai.callback.core import Callback
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.learner import Learner
-from fastcore.foundation import L
 from ..base.arguments import our_callbacks
 from ..base.messages import WarnOnce, refuse
 from ..step.processes import Processes, world_size
@@ -36,39 +34,14 @@ def _is_replaced(learn, name):
     is_tsais = (module,name)==('tsai.learner','one_batch')
     return not (module.startswith('fastai.') or is_tsais)
 
-# %% ../../nbs/tell/00_refuse.ipynb #passed-to-fit
-def _passed_to_fit(learn):
-    """List the callbacks that were passed to the running `fit`
-
-    fastai stores these callbacks only in the local variables of that call.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        is_fit = frame.f_globals.get('__name__')=='fastai.learner' and frame.f_code.co_name=='fit'
-        if is_fit and frame.f_locals.get('self') is learn:
-            passed = L(frame.f_locals.get('cbs'))
-            # if a class was passed, fastai has added an instance of the class after all other callbacks
-            classes = [o for o in passed if isinstance(o, type)]
-            instances = [[cb for cb in learn.cbs if type(cb) is cls][-1] for cls in classes]
-            return [*passed,*instances]
-        frame = frame.f_back
-    return []
-
 # %% ../../nbs/tell/00_refuse.ipynb #one-accumulates
 def _check_one_accumulates(learn):
     "Reject a second callback that accumulates gradients, whether fastai's or fastaccum's"
     fastais = [o for o in learn.cbs if isinstance(o, FastaiGradientAccumulation)]
     cbs = [*our_callbacks(learn, 'GradientAccumulation'),*fastais]
     if len(cbs)<2: return
-    passed = _passed_to_fit(learn)
-    def described(cb):
-        owner = 'fastai' if cb in fastais else 'fastaccum'
-        where = 'passed to `fit`' if cb in passed else 'on the Learner'
-        return f"{owner}'s {type(cb).__name__} ({where})"
-    callbacks = ' and '.join(map(described, cbs))
-    all_passed = all(o in passed for o in cbs)
-    key = 'two-callbacks' if all_passed else 'two-callbacks/on-the-learner'
-    raise refuse(key, callbacks, n=len(cbs))
+    names = [f"{'fastai' if o in fastais else 'fastaccum'}'s {type(o).__name__}" for o in cbs]
+    raise refuse('two-callbacks', callbacks=' and '.join(names), n=len(cbs))
 
 # %% ../../nbs/tell/00_refuse.ipynb #half-gradients
 def check_half_gradients(learn:Learner):

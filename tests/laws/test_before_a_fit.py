@@ -8,7 +8,7 @@ from fastaccum import (FreezeBN, GradientAccumulation, GradientAccumulationSched
     GradientCache, ScaledLR)
 from fastaccum.base import messages
 from fastaccum.base.messages import WarnOnce
-from fastaccum.testing import assert_same_run, both_runs, one_cycle, toy
+from fastaccum.testing import assert_same_run, both_runs, deviation, one_cycle, toy
 from common import CallAt, LimitedMemory, runs_out_above
 from small_learners import all_params
 from test_warned import count_warnings, fit_small_rate, summed
@@ -237,18 +237,17 @@ def refusal(learn, cbs):
     with pytest.raises(ValueError, match='callbacks accumulate') as e: learn.fit(1, 0.1, cbs=cbs)
     return str(e.value)
 
-def test_the_error_for_two_callbacks_says_where_each_was_given():
+def test_the_error_for_two_callbacks_says_whose_they_are_and_how_to_remove_them():
     acc = GradientAccumulation
-    both_passed = refusal(toy(4), [acc(8),acc(16)])
-    assert both_passed.count('passed to `fit`')==2
-    assert 'on the Learner' not in both_passed and 'remove_cb' not in both_passed
-    one_each = refusal(toy(4, cbs=acc(8)), FastaiGradientAccumulation(16))
-    ours,fastais = "fastaccum's GradientAccumulation (on the Learner)","fastai's GradientAccumulation (passed to `fit`)"
-    assert f'{ours} and {fastais}' in one_each and 'remove_cbs' in one_each
-    both_there = refusal(toy(4, cbs=[acc(8),acc]), None)
-    assert both_there.count('(on the Learner)')==2 and 'passed' not in both_there
-    # fastai also takes a class and creates the callback itself
-    assert refusal(toy(4, cbs=acc(8)), acc).count('passed')==1
+    assert refusal(toy(4), [acc(8),acc(16)]).count("fastaccum's GradientAccumulation")==2
+    learn = toy(4, cbs=acc(8))
+    text = refusal(learn, FastaiGradientAccumulation(16))
+    assert "fastaccum's GradientAccumulation and fastai's GradientAccumulation" in text
+    refusal(toy(4, cbs=acc(8)), acc)   # fastai also takes a class and creates the callback itself
+    remedy, = [o for o in text.split('`') if o.startswith('learn.')]
+    eval(remedy)
+    learn.fit(1, 0.1, cbs=acc(16))
+    assert learn.recorder.iters
 
 def test_two_callbacks_of_both_kinds_are_not_also_warned_of(monkeypatch):
     "The warning of fastai's class says that the fit uses fastai's, and not fastaccum's"
@@ -286,6 +285,19 @@ def test_an_out_of_memory_error_in_validation_names_val_bs_and_auto_which_then_w
     assert 'one_batch' not in vars(learn)
     with pytest.warns(UserWarning, match='memory ran out'):
         learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
+
+@pytest.mark.parametrize('in_a_step', [False,True])
+def test_with_auto_validation_and_predictions_outside_of_a_fit_are_split_as_well(in_a_step):
+    def results(layer, cbs):
+        learn = toy(16, model=lambda: layer(5, 3).double(), splitter=all_params, cbs=cbs)
+        res = []
+        def run(learn): res.append([learn.validate(),learn.get_preds(),learn.get_preds(with_loss=True)])
+        if not in_a_step: run(learn)
+        else: learn.fit(1, 0., cbs=CallAt('before_step', run))
+        return res[0]
+    with pytest.warns(UserWarning, match='memory ran out'):
+        split = results(LimitedInValidation, GradientAccumulation(32, micro_batch_size='auto'))
+    assert deviation(split, results(nn.Linear, []))<1e-12
 
 def test_an_out_of_memory_error_with_a_cache_names_auto_for_the_cache():
     learn = toy(8, model=lambda: with_limited_memory(3), splitter=all_params)

@@ -135,10 +135,13 @@ def fails_unless(*sizes):
     (8, lambda: [acc(32)], {}, [8]*4), (8, lambda: [acc(20)], {}, [8]*3), (8, lambda: [acc(1000)], {}, [8]*8+[6]),
     (8, lambda: [acc(32, micro_batch_size=4)], {}, [4]*8), (8, lambda: [acc(8, micro_batch_size=4)], {}, [4]*2),
     (8, lambda: [GradientAccumulationSchedule(16, 32)], {}, [8]*2),
+    (8, lambda: [GradientAccumulationSchedule(16, 32, start=3, finish=1.)], {}, [8]*2),
     (8, lambda: [GradientAccumulationScheduler({0:4})], {}, [8]*4), (8, lambda: [cached()], {}, [4]*2),
     (8, lambda: [acc(32),cached()], {}, [8]*4), (8, lambda: [acc(32)], dict(accum_bs=16), [8]*2),
     (12, lambda: [acc(12)], {}, [6,4,2]), (12, list, {}, [6,4,2]), (12, list, dict(accum_bs=20), [12,8]),
     (6, list, {}, [4,2]), (16, list, {}, [8,5,3]), (8, list, dict(accum_bs=32), [8,8,8,5,3]),
+    (30, lambda: [acc(30, micro_batch_size=8)], {}, [8,8,7,7]),
+    (16, lambda: [acc(16, micro_batch_size='auto')], {}, [6,5,5]),
     (16, lambda: [Queue(),mean_penalty()], {}, [8,4,4]), (40, lambda: [acc(70),fails_unless(70, 35)], {}, [35]*2)])
 def test_the_check_compares_the_sizes_of_training(bs, cbs, kwargs, parts):
     """If a callback accumulates, the check compares a whole step with the micro-batches of this step
@@ -147,11 +150,14 @@ def test_the_check_compares_the_sizes_of_training(bs, cbs, kwargs, parts):
     unequal sizes: with equal sizes, a mean of means would be right by chance. If a callback fails with
     these sizes, it tries other sizes.
     """
-    batch_sizes = []
-    note = CallAt('before_batch', lambda learn: batch_sizes.append(len(learn.y)))
-    res = check(toy(bs, cbs=note), cbs=cbs(), **kwargs)
+    batch_sizes,model_sizes = [],[]
+    learn = toy(bs, cbs=CallAt('before_batch', lambda learn: batch_sizes.append(len(learn.y))))
+    learn.model[0].register_forward_pre_hook(lambda m, args: model_sizes.append(len(args[0])))
+    res = check(learn, cbs=cbs(), **kwargs)
     assert res.ok and not failed_rows(res), res
     assert res.sizes==parts and max(batch_sizes)==sum(parts), res
+    n = len(parts)
+    assert parts in [model_sizes[i:i+n] for i in range(len(model_sizes))]
 
 @pytest.mark.parametrize('cbs,whole,parts', [(lambda: [acc(32)],8,'5, 3'),
     (lambda: [acc(32, micro_batch_size=4)],4,'2, 2'), (lambda: [acc(8, micro_batch_size='auto')],4,'2, 2'),
@@ -459,9 +465,28 @@ def test_the_table_shows_the_differences_and_their_causes(recwarn):
     learn.freeze()
     assert {o[0] for o in check(learn).layers}=={'2','4'}   # no frozen parameters
 
+def test_each_row_that_is_not_checked_says_why():
+    "Where each item is a dict, fastai cannot divide a batch into inputs and targets"
+    res = check(on_loader(DataLoader([dict(x=x, y=y) for x,y in data], bs=12)))
+    assert all(o.where for o in res.rows if o.off is None) and res.off['predictions'] is None
+
+def test_a_loss_that_a_batch_cannot_show_to_be_right_is_not_called_exact_where_gradients_differ():
+    "Each sample has two targets, so the loss may be a mean over samples or over targets"
+    pairs = [(x,torch.stack([y,y])) for x,y in data]
+    def over_targets(p, y): return F.cross_entropy(p.view(-1, 3), y.view(-1))
+    learn = on_loader(DataLoader(pairs, bs=12), lambda: nn.Linear(5, 6).double(), loss_func=over_targets)
+    learn.model.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    res = check(learn)
+    assert res.off['gradients']>1e-3 and row(res, 'loss').state=='not checked'
+
+def test_a_vertical_bar_does_not_divide_a_cell_of_the_table():
+    res = check(toy(12, cbs=fails_unless(12, 6)))
+    res.rows[0] = res.rows[0]._replace(where='a|b')
+    assert r'a\|b' in res._repr_markdown_()
+
 @pytest.mark.parametrize('make,kwargs,exc,match', [*((lambda: toy(12),{nm:v},(ValueError,TypeError),f'`{nm}.*{v!r}')
         for nm,v in [*(('accum_bs',o) for o in (1,0,2.5,True,'8',71)),('steps',-1),('steps',1.5)]),
-    (lambda: on_loader(DataLoader([(x,) for x,_ in data], bs=12)),{},RuntimeError,'no step was made.*no targets'),
+    (lambda: on_loader(DataLoader([(x,) for x,_ in data], bs=12)),{},RuntimeError,'no step was made.*pairs'),
     (lambda: toy(12, cbs=RaiseAt('before_batch', CancelFitException, 0)),{},RuntimeError,'no step was made'),
     (lambda: on_loader(DataLoader(data[:7], bs=12, drop_last=True)),{},ValueError,'no batch'),
     (lambda: toy(12, cbs=FastaiGradientAccumulation(24)),{},ValueError,"got fastai's"),

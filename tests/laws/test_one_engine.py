@@ -5,7 +5,7 @@ returns its losses, labels are shifted, class weights are replaced during the fi
 batches of their own, parameters of the loss have an optimizer of their own, and forward passes change buffers.
 """
 import gc, pytest, torch
-from collections import Counter
+from collections import Counter, OrderedDict
 from enum import Enum
 from types import SimpleNamespace
 from weakref import ref
@@ -16,7 +16,7 @@ from fastai.basics import Callback, DataLoaders, Learner, Module, SGD, set_seed
 from fastai.data.load import DataLoader
 from fastaccum import AccumulationWarning, GradientAccumulation
 from fastaccum.testing import Float32Loss
-from common import collect_warnings, weights
+from common import LimitedMemory, RaiseAt, collect_warnings, runs_out_on_attempts, weights
 
 gen = torch.Generator().manual_seed(0)
 xs = torch.randn(320, 8, generator=gen).double()
@@ -169,6 +169,23 @@ class StepsLoss(Callback):
         self.o.zero_grad()
 def tempered(bs): return learner(loaders(bs, list(zip(xs, tokens))), linear(15), Tempered(), [StepsLoss()])
 
+def in_little_memory(bs):
+    "Memory runs out in the second backward pass of a run on micro-batches, after the loss has got its gradient"
+    memory = LimitedMemory(runs_out_on_attempts({1}, 'backward') if bs<64 else None)
+    model = nn.Sequential(nn.Linear(8, 8), memory, nn.Linear(8, 15))
+    return learner(loaders(bs, list(zip(xs, tokens))), model, Tempered(), [StepsLoss()])
+
+def test_a_failed_backward_pass_is_undone_for_the_parameters_of_the_loss_as_well():
+    off,((entry,_),) = both(in_little_memory, 32, micro_batch_size='auto')
+    assert off<1e-9 and entry=='memory-ran-out'
+
+def test_an_interrupted_step_leaves_no_gradient_of_the_loss_behind():
+    learn = tempered(16)
+    stop = RaiseAt('after_backward', KeyboardInterrupt, 2)
+    with learn.no_bar(), learn.no_logging(), pytest.raises(KeyboardInterrupt):
+        learn.fit(1, cbs=[GradientAccumulation(64),stop])
+    assert learn.loss_func.t.grad is None
+
 class Noisy(Module):
     "A model that draws random numbers in evaluation mode as well, as a variational autoencoder does"
     def __init__(self): self.lin = nn.Linear(8, 3)
@@ -287,7 +304,7 @@ def test_the_check_finds_what_the_fit_finds_in_the_same_words(make):
 # A trial leaves nothing behind
 
 class Remembers(Callback):
-    "Counts the micro-batches in a number, a Counter, a list on the Learner, and a closure"
+    "Counts the micro-batches in a number, a Counter, an ordered dict, a list on the Learner, and a closure"
     def __init__(self):
         n_calls = 0
         def count():
@@ -295,11 +312,13 @@ class Remembers(Callback):
             n_calls += 1
             return n_calls
         self.n,self.classes,self.count = 0,Counter(),count
+        self.sizes = OrderedDict()
     def before_fit(self): self.learn.seen = []
     def after_loss(self):
         if not self.training: return
         self.n += 1
         self.classes.update(self.y.tolist())
+        self.sizes[self.n] = len(self.y)
         self.learn.seen.append(len(self.y))
         self.last_count = self.count()
 
@@ -308,6 +327,7 @@ def test_a_trial_leaves_no_trace_in_callbacks():
     learn,_ = fit(lambda bs: learner(loaders(bs), linear(), nn.CrossEntropyLoss(), [cb]), 16, GradientAccumulation(64))
     n = 2*320//16
     assert (cb.n,cb.last_count,sum(cb.classes.values()),learn.seen)==(n,n,2*320,[16]*n)
+    assert [*cb.sizes.values()]==[16]*n
 
 class Unlabeled(Callback):
     "Adds a term of the next batch of another loader"
@@ -358,12 +378,13 @@ def test_a_loss_function_without_weak_references_is_trained_with():
     assert both(lambda bs: learner(loaders(bs), linear(), HasSlots()))==(pytest.approx(0, abs=1e-9),[])
 
 def test_a_learner_without_a_loss_function_is_fitted_as_in_fastai():
-    "Its batches have no targets, so fastai computes no loss"
+    "Its batches have no targets, so fastai computes no loss, and nothing is trained: the fit says so"
     inputs = [(x,) for x in xs]
     dls = DataLoaders(*(DataLoader(inputs, bs=16, n_inp=1) for _ in range(2)))
     learn = Learner(dls, linear(), nn.MSELoss())
     learn.loss_func,before = None,nn.utils.parameters_to_vector(learn.model.parameters())
-    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3, cbs=GradientAccumulation(64))
+    with learn.no_bar(), learn.no_logging(), pytest.warns(UserWarning, match=r'no targets.*`\(inputs,labels\)`'):
+        learn.fit(1, 1e-3, cbs=GradientAccumulation(64))
     assert nn.utils.parameters_to_vector(learn.model.parameters()).equal(before)
 
 def test_the_check_of_a_sum_says_what_its_terms_have_to_be():

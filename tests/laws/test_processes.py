@@ -134,6 +134,18 @@ on_two,on_three = product([2], same_runs),product([3], ['few','drop_last','split
 @on_processes(each_of=same_runs)
 def test_the_run_is_that_of_one_process(**kwargs): assert_same_as_single_process(**kwargs)
 
+class StepsLastLayer(Callback):
+    "Steps the parameters that the Learner's optimizer does not have, with an optimizer of its own"
+    def before_fit(self): self.o = torch.optim.SGD([*self.model.parameters()][2:], lr=.1)
+    def after_step(self):
+        self.o.step()
+        self.o.zero_grad()
+
+@on_processes(2)
+def test_the_gradients_of_a_second_optimizer_are_those_of_all_processes():
+    def first_layer(m): return [[*m.parameters()][:2]]
+    assert_same_as_single_process(ragged, splitter=first_layer, cbs=lambda: [StepsLastLayer()], fit=constant)
+
 @on_processes(2)
 def test_a_process_with_only_padding_adds_nothing_to_the_step():
     "The losses of this process are no NaN"

@@ -119,7 +119,8 @@ def test_each_fit_starts_the_schedule_from_its_beginning():
         assert_same_run(expected, l)
 
 @pytest.mark.parametrize('make', [lambda: Schedule(8, 32), lambda: Scheduler({0:2, 1:4}),
-    lambda: Scheduler({0:2, 1:4}, 'step')], ids=['fraction','epoch','step'])
+    lambda: Scheduler({0:2, 1:4}, 'step'), lambda: Schedule(8, 32, start=3, finish=1.)],
+    ids=['fraction','epoch','step','from_an_epoch_to_a_fraction'])
 def test_lr_find_takes_steps_of_the_first_size_of_a_schedule(make):
     a,b = toy(8, n=64),toy(4, n=64, cbs=make())
     for o in (a,b): o.lr_find(num_it=30, show_plot=False, stop_div=False)

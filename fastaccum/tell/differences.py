@@ -167,7 +167,8 @@ def take_step(self:Warnings):
 @patch
 def cancel_step(self:Warnings):
     "Warn if the step makes no update because its batches have no targets"
-    if not len(self.loop.learn.yb): self.warn_once('no-targets')
+    has_run = self.loop.micro is not None   # one of several processes may have had no batch
+    if has_run and not len(self.loop.learn.yb): self.warn_once('no-targets')
 
 @patch
 def error(self:Warnings, e:BaseException):

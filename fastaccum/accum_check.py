@@ -393,7 +393,9 @@ def _predictions_row(self:_Diagnosis):
     freeze,recalibrate = '',''
     if has_body_with(norms, self.model):
         freeze = '`fastaccum.FreezeBN(lambda m: m[0])` if the body is pretrained'
-    if norms: recalibrate = '`learn.recalibrate_bn()` after the fit, which helps only validation'
+    recalibrates = our_callback(self.compare.run.learn, 'RecalibrateBN') is not None
+    if norms and not recalibrates:
+        recalibrate = '`learn.recalibrate_bn()` after the fit, which helps only validation'
     remedy = _in_one_cell(_checkpoint_remedy(self.model), freeze, recalibrate)
     return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 

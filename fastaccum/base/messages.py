@@ -529,7 +529,8 @@ add_messages("""
     samples of a step, so this run differs from the full-batch run. {remedy}
 [batchnorm/checkpoint] Phrase: If `bs={n_here}` fits in memory with `fastaccum.ActivationCheckpoint()`,
     use that instead of accumulating. Otherwise, use
-[batchnorm/larger] Phrase: larger micro-batches and call `learn.recalibrate_bn({n_here})` after training
+[batchnorm/larger] Phrase: larger micro-batches
+[batchnorm/recalibrate] Phrase: and call `learn.recalibrate_bn({n_here})` after training
 [batchnorm/freeze] Phrase: , or freeze a pretrained body with `fastaccum.FreezeBN(lambda m: m[0])`
 [batchnorm/cache] BatchNormWarning: {layer!t} normalizes with the samples of a micro-batch, so the result
     differs from that of the whole batch. Use `fastaccum.ActivationCheckpoint()` instead of

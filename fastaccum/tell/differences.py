@@ -352,15 +352,17 @@ def _warn_batchnorms(self:Warnings, n, n_here, n_all):
     if is_synced: n *= loop.processes.n
     is_one = len(bns)==1
     layers = '1 BatchNorm layer normalizes' if is_one else f'{len(bns)} BatchNorm layers normalize'
-    remedy = _remedy_of_batchnorm(loop.learn.model, bns, n_here)
+    remedy = _remedy_of_batchnorm(loop.learn, bns, n_here)
     self.warn_once('batchnorm', layers, n, n_all, remedy)
 
-def _remedy_of_batchnorm(model, bns, n_here):
-    "Return the remedies that this model has: checkpoints need segments, and `FreezeBN` needs a body"
-    can_checkpoint = has_segments(model)
+def _remedy_of_batchnorm(learn, bns, n_here):
+    "Return the remedies that this Learner has: checkpoints need segments, and `FreezeBN` needs a body"
+    can_checkpoint = has_segments(learn.model)
+    recalibrates = our_callback(learn, 'RecalibrateBN') is not None
     res = text_of('batchnorm/checkpoint', n_here)+' ' if can_checkpoint else 'Use '
-    res += text_of('batchnorm/larger', n_here)
-    return res+(text_of('batchnorm/freeze') if has_body_with(bns, model) else '')
+    res += text_of('batchnorm/larger')
+    if not recalibrates: res += ' '+text_of('batchnorm/recalibrate', n_here)
+    return res+(text_of('batchnorm/freeze') if has_body_with(bns, learn.model) else '')
 
 # %% ../../nbs/tell/02_differences.ipynb #warn-grouping
 @patch

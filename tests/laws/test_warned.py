@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 from fastai.text.all import (Adam, BCEWithLogitsLossFlat, CancelBatchException, CrossEntropyLossFlat, DataLoader,
     DataLoaders, DiceLoss, FocalLossFlat, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, MSELossFlat, MixUp,
     Module, SGD, SortedDL, set_seed)
-from fastaccum import AccumulationWarning, FreezeBN, GradientAccumulation, GradientAccumulationSchedule
+from fastaccum import (AccumulationWarning, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
+    RecalibrateBN)
 from fastaccum.restore import state
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, toy, toy_data, both_runs
 from common import (BatchListLoader, CallAt, CpuMixedPrecision, LimitedMemory, RecordAt, batch_dice_loss,
@@ -385,11 +386,11 @@ def test_a_check_or_a_search_before_a_fit_takes_no_warning_from_the_fit(search):
 
 def test_a_remedy_for_batchnorm_is_one_that_the_model_has():
     "Only the body of a model whose first part has BatchNorm can be frozen, and only some models have segments"
-    def message(model):
+    def message(model, cbs=()):
         "Return the warning of a fit, and the remedy of the check"
         learn = toy(4, n=32, model=lambda: model.double(), splitter=all_params)
-        check = learn.accum_check(cbs=GradientAccumulation(16))
-        with collect_warnings() as seen: learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
+        check = learn.accum_check(cbs=[GradientAccumulation(16),*cbs])
+        with collect_warnings() as seen: learn.fit(1, 1e-5, cbs=[GradientAccumulation(16),*cbs])
         warning = next(str(o.message) for o in seen if '#batchnorm' in str(o.message))
         remedy = next(o.remedy for o in check.rows if o.what=='predictions')
         for o in ('FreezeBN','ActivationCheckpoint','recalibrate_bn'): assert (o in warning)==(o in remedy)
@@ -398,6 +399,8 @@ def test_a_remedy_for_batchnorm_is_one_that_the_model_has():
     assert '`fastaccum.FreezeBN(lambda m: m[0])`' in message(nn.Sequential(body, nn.Linear(6, 3)))
     without = message(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)))
     assert 'FreezeBN' not in without and 'recalibrate_bn(16)' in without
+    plain = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    assert 'recalibrate_bn' not in message(plain, [RecalibrateBN()])
     blocks = [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(3)]
     assert '`fastaccum.ActivationCheckpoint()`' in message(nn.Sequential(*blocks, nn.Linear(5, 3)))
 

@@ -260,12 +260,9 @@ class _Diagnosis:
         self.whole = None        # `CaptureGrads` of a step on the whole batch; `None` if the step failed
         self.parts = None        # `CaptureGrads` of the step in micro-batches; `None` if the step failed
         self.sizes = []          # samples in each micro-batch
-        # a `FirstBatchProbe`: what running the model and the loss on parts of the batch has shown
-        self.probe = None
+        self.probe = None        # a `FirstBatchProbe`, which has run the model and the loss on parts
         self.tol = 0.            # the largest relative difference that counts as rounding
-        # the largest relative difference of a parameter's gradient, between `whole` and `parts`; `None`
-        # if unknown
-        self.off = None
+        self.off = None          # the largest relative difference of a gradient; `None` if unknown
         # like `off`, but measured while modules that draw random numbers, or whose output for a sample
         # depends on the other samples of the batch, are in evaluation mode
         self.frozen_off = None
@@ -351,6 +348,11 @@ def _difference_without(self:_Diagnosis, freeze, reset, cbs=()):
     return max(self.remaining.values(), default=0.)
 
 # %% ../nbs/02_accum_check.ipynb #rows-model
+@patch(as_prop=True)
+def _has_cause(self:_Diagnosis)->bool:
+    "Whether the model, callbacks or the loss were found to make the gradients differ"
+    return not self.probe.agree or bool(self.cbs) or self.probe.loss.cause=='loss'
+
 @patch
 def _loss_row(self:_Diagnosis):
     "Return the table's row for the loss"
@@ -361,8 +363,10 @@ def _loss_row(self:_Diagnosis):
         where = 'in micro-batches of unequal sizes' if gradients_agree else ''
         return Row('loss', loss.off, tol, where, remedy_of(loss, self.compare.most))
     if gradients_agree: return Row('loss', self.rest_off, self.tol)
-    # the gradients differ, and an 'unknown' loss may be the cause, even if nothing prevented the trial
-    where = loss.reason or ('this batch cannot show whether it is right' if loss.kind=='unknown' else '')
+    where = loss.reason
+    # if no other cause was found, the loss may be the cause
+    is_unknown = loss.kind=='unknown' and not self._has_cause
+    if is_unknown and not where: where = 'this batch cannot show whether it is right'
     return Row('loss', None if where else 0., tol, where)
 
 # %% ../nbs/02_accum_check.ipynb #rows-predictions
@@ -455,8 +459,7 @@ def _gradients_row(self:_Diagnosis):
     if self.remaining:
         rest = f'exact ({self.rest_off:.0e})' if self.rest_off<=tol else f'off by {self.rest_off:.1g}'
         where += f'; without the causes above: {rest}'
-    has_cause = not probe.agree or self.cbs or probe.loss.cause=='loss'
-    if has_cause or self.rest_off<=tol: return row._replace(where=where)
+    if self._has_cause or self.rest_off<=tol: return row._replace(where=where)
     hooked = hooked_params(self.model)
     if hooked:
         where += f'; the hook on the parameter {hooked[0]} gets the gradients of micro-batches'

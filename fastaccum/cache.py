@@ -129,7 +129,7 @@ def after_batch(self:GradientCache): self.undo_patches()
 @patch
 def before_backward(self:GradientCache):
     call,self.call = self.call,None
-    if call is None or self.graph_checked: return
+    if call is None or call.is_done or self.graph_checked: return
     self.graph_checked = True
     _check_kept(call, self.learn.loss_grad)
 

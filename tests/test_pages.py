@@ -94,6 +94,7 @@ def undefined_names(sources):
         later |= used_later
     return undefined | later-known
 
+@pytest.mark.nbdev
 def test_a_name_without_an_import_is_noticed():
     assert undefined_names(['import torch\ntorch.ones(n)']) == {'n'}
     assert undefined_names(['def f(): return a+b', 'a = 1']) == {'b'}

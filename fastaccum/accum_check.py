@@ -451,7 +451,7 @@ def _loader_row(self:_Diagnosis):
 @patch
 def _gradients_row(self:_Diagnosis):
     "Return the table's row for the gradients, with the parameters that differ most"
-    probe,tol = self.probe,self.tol
+    tol = self.tol
     row = Row('gradients', self.off, tol, self.compare.why)
     if row.off is None or row.ok: return row
     most_different = sorted(self.layers, key=self.layers.get, reverse=True)

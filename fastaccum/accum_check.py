@@ -113,7 +113,8 @@ class _Setup:
         self.checkpoint = our_callback(learn, 'ActivationCheckpoint')
         _check_cbs(learn, acc, self.cache)
         self.cbs = [o for o in (acc,self.cache,self.checkpoint) if o is not None]
-        self.plan = plan = acc and acc.plan(learn.dls)   # the `Plan` that `acc` makes for a fit
+        # the `Plan` that `acc` makes for a long fit: only its first step is run
+        self.plan = plan = acc and acc.plan(learn.dls, 100)
         self.n_items = acc and acc.n_items               # counts the items that the loss is a mean of
         limit = acc and acc.limit
         self.split = limit.split if limit else split     # `f(batch, start, stop, n)` selects samples
@@ -348,11 +349,6 @@ def _difference_without(self:_Diagnosis, freeze, reset, cbs=()):
     return max(self.remaining.values(), default=0.)
 
 # %% ../nbs/02_accum_check.ipynb #rows-model
-@patch(as_prop=True)
-def _has_cause(self:_Diagnosis)->bool:
-    "Whether the model, callbacks or the loss were found to make the gradients differ"
-    return not self.probe.agree or bool(self.cbs) or self.probe.loss.cause=='loss'
-
 @patch
 def _loss_row(self:_Diagnosis):
     "Return the table's row for the loss"
@@ -364,9 +360,9 @@ def _loss_row(self:_Diagnosis):
         return Row('loss', loss.off, tol, where, remedy_of(loss, self.compare.most))
     if gradients_agree: return Row('loss', self.rest_off, self.tol)
     where = loss.reason
-    # if no other cause was found, the loss may be the cause
-    is_unknown = loss.kind=='unknown' and not self._has_cause
-    if is_unknown and not where: where = 'this batch cannot show whether it is right'
+    model_differs = max(self.probe.predictions_off or 0., self.probe.draws_off or 0.)>self.tol
+    may_be_cause = loss.kind=='unknown' and not (model_differs or self.cbs)
+    if may_be_cause and not where: where = 'this batch cannot show whether it is right'
     return Row('loss', None if where else 0., tol, where)
 
 # %% ../nbs/02_accum_check.ipynb #rows-predictions
@@ -459,7 +455,8 @@ def _gradients_row(self:_Diagnosis):
     if self.remaining:
         rest = f'exact ({self.rest_off:.0e})' if self.rest_off<=tol else f'off by {self.rest_off:.1g}'
         where += f'; without the causes above: {rest}'
-    if self._has_cause or self.rest_off<=tol: return row._replace(where=where)
+    has_cause = not self.probe.agree or self.cbs or self.probe.loss.cause=='loss'
+    if has_cause or self.rest_off<=tol: return row._replace(where=where)
     hooked = hooked_params(self.model)
     if hooked:
         where += f'; the hook on the parameter {hooked[0]} gets the gradients of micro-batches'

@@ -331,12 +331,12 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     each = processes.agree({k:int(v) for k,v in must_match.items()}, list(sizes))
     loaders = [LoaderSizes(*o) for o in each]
     check_loaders(loaders, comms)
-    wanted = self.wanted_sizes(sum(o.micro_bs for o in loaders), n_epoch)
     # `lr_find` compares learning rates at one size of step: with a schedule, at the size of the first
-    # step
+    # step, even if the schedule begins after the last epoch of `lr_find`
+    wanted = self.wanted_sizes(sum(o.micro_bs for o in loaders), n_finds or n_epoch)
     if n_finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))
     split_words = self.limit.words if self.limit else ''
-    change_words = self._change_words(n_epoch) if n_epoch else ''
+    change_words = self._change_words(n_finds or n_epoch) if n_epoch else ''
     return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None, split_words, change_words)
 
 @patch

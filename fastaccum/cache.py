@@ -48,9 +48,9 @@ class GradientCache(PatchingCallback):
     call = None
     # `model.training` (True or False) -> for each output of the model, whether it has a row per sample
     has_rows_by_mode = None
+    graph_checked = False   # whether the graph of a loss of this fit was searched for kept activations
     # Whether this fit has compared the outputs of the two runs of a micro-batch: one in the forward
     # pass, and one in the backward pass.
-    graph_checked = False   # whether the graph of a loss of this fit was searched for kept activations
     checked = False
     @by_name('micro_batch_size')
     def __init__(self, *,

@@ -179,22 +179,18 @@ def _size_words(self:GradientAccumulationSchedule):
     return f'{self.start_accum_bs} to {self.final_accum_bs} samples per step{self._split_words()}'
 
 @patch
-def _moments(self:GradientAccumulationSchedule, n_epoch):
-    "Return start and finish as fractions of a fit of `n_epoch` epochs, which may be too short for both"
-    start = fraction(self.start, n_epoch)
-    return start,max(start, fraction(self.finish, n_epoch))
-
-@patch
 def _change_words(self:GradientAccumulationSchedule, n_epoch):
     "Say when the size changes, because `finish=1` is an epoch and `finish=1.` a fraction of training"
-    start,finish = self._moments(n_epoch)
-    return f'changing from {min(start, 1):.0%} to {min(finish, 1):.0%} of training'
+    start,finish = fractions(self.start, self.finish, n_epoch)
+    return f'changing from {start:.0%} to {min(finish, 1):.0%} of training'
 
-# %% ../nbs/01_schedule.ipynb #sizes-wanted-sizes
 @patch
 def wanted_sizes(self:GradientAccumulationSchedule, micro_bs:int, n_epoch:int)->Callable:
-    "Return a function from a `Position` to the samples in a step, in whole micro-batches of `micro_bs`"
-    start,finish = self._moments(n_epoch)
+    """Return a function from a `Position` to the samples in a step, in whole micro-batches of `micro_bs`
+
+    ValueError: in a fit of `n_epoch` epochs, `start` is later than `finish`
+    """
+    start,finish = fractions(self.start, self.finish, n_epoch)
     first = round_up(self.start_accum_bs, micro_bs)
     last = round_up(self.final_accum_bs, micro_bs)
     f = as_annealer(self.schedule, first, last)
@@ -211,7 +207,6 @@ def before_fit(self:GradientAccumulationSchedule):
     _Scheduled.before_fit(self)
     n_epoch = self.learn.n_epoch
     if self.validates or self.loop.plan is None or self.loop.finder is not None: return
-    fractions(self.start, self.finish, n_epoch)   # raises an error if `start` is later than `finish`
     if fraction(self.finish, n_epoch)<=1: return
     reached = self.loop.plan.accum_bs_at(n_epoch)
     warn('schedule-cut-short', self.finish, n_epoch, reached, self.final_accum_bs)

@@ -201,8 +201,8 @@ add_messages("""
     add samples, or create the DataLoaders with a smaller `bs` or with `drop_last=False`
 [no-batch/recalibration] ValueError: the training loader has no batch, so statistics cannot be estimated:
     give the Learner DataLoaders with training samples, `learn.dls = dls`
-[no-targets] UserWarning: the batches have no targets, so fastai computes no loss and trains nothing:
-    {give-targets}
+[no-targets] UserWarning: the batches of a step have no targets, so fastai computes no loss and takes no
+    optimizer step: {give-targets}
 [give-targets] Phrase: let the dataset return pairs of inputs and targets, such as `(inputs,labels)`. If
     the model computes its own loss, any target will do. If the last input was meant to be the target,
     leave out `n_inp`

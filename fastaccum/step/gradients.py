@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/step/gradients.html.md"""
 
 # %% auto #0
 __all__ = ['params_of', 'other_params', 'trained_params', 'empty_grads', 'number_on', 'scale_grads', 'in_half', 'is_compiled',
-           'GradSums', 'grad_sums_for', 'complete_grads', 'GradVersions', 'UndoBackward']
+           'GradSums', 'grad_sums_for', 'complete_grads', 'OlderGrads', 'GradVersions', 'UndoBackward']
 
 # %% ../../nbs/step/04_gradients.ipynb #imports
 import torch
@@ -113,12 +113,14 @@ def grad_sums_for(learn:Learner)->GradSums|None:
 
 # %% ../../nbs/step/04_gradients.ipynb #complete
 def complete_grads(
-    params:list, # The parameters, from `trained_params`
+    opt:Optimizer|OptimWrapper,
+    others:list, # Parameters that `opt` does not step, from `other_params`
     sums:GradSums|None, # The gradients of the step, if they are not in `grad`
     correction:float|torch.Tensor, # Factor that makes the step's weighted sum of losses its mean loss
     processes:object # The `Processes` that train the model together
 ):
     "Turn the gradients of a step's micro-batches into those of the mean loss of all processes"
+    params = trained_params(opt, others)
     if sums is not None:
         grads = {p:g*number_on(g.device, correction) for p,g in sums.pop().items()}
     else:
@@ -126,10 +128,33 @@ def complete_grads(
         grads = {}   # parameter -> gradient to sum over processes (DDP) or to coalesce (sparse)
         for p in params:
             if p.grad is not None and (processes.ddps or p.grad.is_sparse): grads[p] = p.grad
-    if processes.ddps: processes.exchange(params, grads)
+    if processes.ddps:
+        # leave out the parameters of a callback's optimizer, because only one process may have this callback
+        of_models = [p for m in processes.ddps for p in m.parameters()]
+        of_all_processes = {id(p) for p in (*params_of(opt),*of_models)}
+        processes.exchange([p for p in params if id(p) in of_all_processes], grads)
     for p,g in grads.items(): p.grad = (g.coalesce() if g.is_sparse else g).to(p.dtype)
 
 # %% ../../nbs/step/04_gradients.ipynb #check
+class OlderGrads:
+    """Sets the gradients of earlier steps aside while a step runs
+
+    Parameters that the Learner's optimizer does not step may have some, if their own optimizer steps less
+    often. The step's correction must not change them.
+    """
+    def __init__(self, params:list):
+        self.params = params
+        self.grads = {p:p.grad for p in params if p.grad is not None}
+        for p in self.grads: p.grad = None
+
+    def put_back(self):
+        "Restore the gradients from before the step"
+        for p in self.params: p.grad = self.grads.get(p)
+
+    def add(self):
+        "Add the gradients from before the step to those of the step"
+        for p,g in self.grads.items(): p.grad = g if p.grad is None else g+p.grad
+
 class GradVersions:
     "Records the version of each gradient of `params`, to detect later changes"
     def __init__(self, params:list):

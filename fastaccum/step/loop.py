@@ -20,8 +20,8 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from ..restore.state import ChangedAttrs, autocast_state, devices_of, set_autocast_state
 from .batch import batch_device
-from .gradients import (GradVersions, complete_grads, empty_grads, grad_sums_for, other_params,
-    params_of, trained_params)
+from fastaccum.step.gradients import (GradVersions, OlderGrads, complete_grads, empty_grads, grad_sums_for,
+    other_params, params_of)
 from .loader import Step, StepLoader, samples_of
 from .log import LogRows, Watch, hears_steps, records
 from .mean import ItemCounter, KeptLosses, StepMean
@@ -62,6 +62,7 @@ class StepLoop:
         self.kept_losses = None                  # a `KeptLosses`, if there are metrics
         self.n_read = 0                          # samples of `step` in batches that have ended
         self.n_left_out = 0                      # micro-batches of `step` that callbacks cancelled
+        self.older_grads = None                  # the `OlderGrads` of parameters in `others`
         self.micro = None                        # the `MicroBatch` that runs, or else the last one
         self.began = 0.                          # when the step began, in seconds of `time.perf_counter`
         # name of the part of the step that runs after its micro-batches; `None` while they run
@@ -159,6 +160,7 @@ def run_step(self:StepLoop, i:int, step:Step):
     self.step,self.micro = step,None
     self.n_read = self.n_left_out = 0
     self.unsplit_part = None
+    self.older_grads = OlderGrads(self.others)
     self.by_event = {}   # callbacks may have got another `order`, or another method
     self.began = time.perf_counter()
     self.mean = StepMean(step.n_here, step.n_all, self.counter, self.processes, self.last_loss)
@@ -198,15 +200,16 @@ def _finish_step(self:StepLoop):
         return self._drop_step()
     self.mean.sum_up()
     if not self.mean.samples: return self._cancel_step()
-    params = trained_params(self.learn.opt, self.others)
-    complete_grads(params, self.grad_sums, self.mean.correction, self.processes)
+    opt,correction = self.learn.opt,self.mean.correction
+    complete_grads(opt, self.others, self.grad_sums, correction, self.processes)
+    self.older_grads.add()
     self.acc.record_step(self.step)
     self._take_step()
 
 @patch
 def _empty_grads(self:StepLoop):
     empty_grads(self.learn.opt)
-    for p in self.others: p.grad = None
+    self.older_grads.put_back()
     if self.grad_sums is not None: self.grad_sums.pop()
 
 # %% ../../nbs/step/09_loop.ipynb #batch

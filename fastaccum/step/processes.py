@@ -10,6 +10,7 @@ __all__ = ['world_size', 'gather', 'check_same', 'check_not_sharded', 'Processes
 # %% ../../nbs/step/05_processes.ipynb #imports
 import torch
 from copy import deepcopy
+from contextlib import contextmanager
 from functools import partial
 from torch import distributed as dist, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
@@ -18,7 +19,6 @@ from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.torch_core import get_model
 from fastcore.basics import patch
 from ..base.messages import refuse
-
 
 # %% ../../nbs/step/05_processes.ipynb #world
 def world_size()->int:
@@ -111,6 +111,17 @@ def pause_sync(self:Processes, paused:bool):
     for m in self.ddps:
         m.require_backward_grad_sync = not paused
         m.require_forward_param_sync = not paused
+
+@patch
+@contextmanager
+def no_forward_sync(self:Processes):
+    "Return a context in which DDP's forward passes do not copy the first process's buffers to the others"
+    before = [(m,m.require_forward_param_sync) for m in self.ddps]
+    try:
+        for m,_ in before: m.require_forward_param_sync = False
+        yield
+    finally:
+        for m,is_on in before: m.require_forward_param_sync = is_on
 
 @patch
 def exchange(self:Processes, params:list, grads:dict):

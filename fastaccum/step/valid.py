@@ -8,6 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/step/valid.html.md"""
 __all__ = ['join_outputs', 'run_valid_batch', 'run_whole_valid_batch']
 
 # %% ../../nbs/step/10_valid.ipynb #imports
+import torch
 from fastai.callback.core import CancelBatchException
 from fastai.learner import Learner
 from ..restore.state import ChangedAttrs
@@ -17,17 +18,17 @@ from .memory import explain_unsplit_validation
 from .split import BatchParts, Retries, run_parts
 
 # %% ../../nbs/step/10_valid.ipynb #valid
-def join_outputs(learn:Learner, outs:list):
+def join_outputs(learn:Learner, outs:list, is_reduced:bool=True):
     """Give the Learner the predictions and the loss of the whole batch
 
     `outs` has a tuple for each part: number of samples, predictions, loss, and the number of items that
-    the loss averages, or `None` if the loss is a sum.
+    the loss averages, or `None` if the loss is a sum. `is_reduced`: whether the loss is a mean or a sum.
     """
     ns,preds,losses,items = zip(*outs)
     learn.pred = join(preds, ns)
     if not len(learn.yb): return
-    has_rows = losses[0].ndim>0   # `get_preds(with_loss=True)` keeps a loss for each sample
-    if has_rows: learn.loss = join(losses, ns)
+    # `get_preds(with_loss=True)` keeps the losses of all samples, or of all their targets
+    if not is_reduced and losses[0].ndim: learn.loss = torch.cat(losses)
     elif items[0] is None: learn.loss = sum(losses)
     else:
         mean = Mean()
@@ -61,9 +62,11 @@ def run_valid_batch(loop:object, i:int, b:object):
         limit = loop.acc.limit
         division = limit.divide(learn.model, learn.xb, learn.yb, n, loop.watch.warn_once)
         parts = BatchParts(learn, n, changed, division)
-        run_parts(loop, n, parts, Retries(learn, limit), run)
+        # a process whose memory runs out runs more forward passes than the others
+        with loop.processes.no_forward_sync(): run_parts(loop, n, parts, Retries(learn, limit), run)
         if len(outs)>1:
-            join_outputs(learn, outs)
+            settings = loop.counter.settings
+            join_outputs(learn, outs, settings is None or settings.reduction!='none')
             kept.put_means(learn)
     except CancelBatchException: loop.send('after_cancel_batch')
     loop.send('after_batch')

@@ -2,13 +2,14 @@
 import fastaccum, fresh, pytest, random, warnings
 from inspect import signature
 from torch.nn import functional as F
-from fastai.vision.all import (Callback, CrossEntropyLossFlat, CutMix, DataLoader, DataLoaders, GradientAccumulation as
-    FastaiGradientAccumulation, Learner, MixUp, ProgressCallback, nn, set_seed, torch)
+from torch.utils.data import TensorDataset
+from fastai.vision.all import (BCEWithLogitsLossFlat, Callback, CrossEntropyLossFlat, CutMix, DataLoader, DataLoaders,
+    GradientAccumulation as FastaiGradientAccumulation, Learner, MixUp, ProgressCallback, nn, set_seed, torch)
 from fastaccum import (FreezeBN, GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler,
     GradientCache, ScaledLR)
 from fastaccum.base import messages
 from fastaccum.base.messages import WarnOnce
-from fastaccum.testing import assert_same_run, both_runs, deviation, one_cycle, toy
+from fastaccum.testing import assert_same_run, both_runs, deviation, one_cycle, toy, toy_data
 from common import CallAt, LimitedMemory, runs_out_above
 from small_learners import all_params
 from test_warned import count_warnings, fit_small_rate, summed
@@ -298,6 +299,24 @@ def test_with_auto_validation_and_predictions_outside_of_a_fit_are_split_as_well
     with pytest.warns(UserWarning, match='memory ran out'):
         split = results(LimitedInValidation, GradientAccumulation(32, micro_batch_size='auto'))
     assert deviation(split, results(nn.Linear, []))<1e-12
+
+class OneNumber(nn.Module):
+    "Cross-entropy as a tensor with one element"
+    def forward(self, p, y): return F.cross_entropy(p, y)[None]
+
+@pytest.mark.parametrize('loss_func,tokens', [(OneNumber(),False), (CrossEntropyLossFlat(),True),
+    (BCEWithLogitsLossFlat(),False)], ids=['one_number','of_tokens','of_labels'])
+def test_the_losses_of_a_validation_batch_that_is_split_are_those_of_the_whole_batch(loss_func, tokens):
+    "Losses that are not reduced have an element for each sample, token or label"
+    def results(layer):
+        data = toy_data(70, tokens)
+        if isinstance(loss_func, BCEWithLogitsLossFlat):
+            data = TensorDataset(data.tensors[0], F.one_hot(data.tensors[1], 3).double())
+        learn = toy(16, data=data, model=lambda: layer(5, 3).double(), splitter=all_params, loss_func=loss_func,
+            cbs=GradientAccumulation(32, micro_batch_size='auto'))
+        return [learn.validate(),learn.get_preds(with_loss=not isinstance(loss_func, OneNumber))]
+    with pytest.warns(UserWarning, match='memory ran out'): split = results(LimitedInValidation)
+    assert deviation(split, results(nn.Linear))<1e-6
 
 def test_an_out_of_memory_error_with_a_cache_names_auto_for_the_cache():
     learn = toy(8, model=lambda: with_limited_memory(3), splitter=all_params)

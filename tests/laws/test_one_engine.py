@@ -12,11 +12,11 @@ from weakref import ref
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset, get_worker_info
-from fastai.basics import Callback, DataLoaders, Learner, Module, SGD, set_seed
+from fastai.basics import Callback, CancelBatchException, DataLoaders, Learner, Module, SGD, set_seed
 from fastai.data.load import DataLoader
 from fastaccum import AccumulationWarning, GradientAccumulation
 from fastaccum.testing import Float32Loss
-from common import LimitedMemory, RaiseAt, collect_warnings, runs_out_on_attempts, weights
+from common import CallAt, LimitedMemory, RaiseAt, collect_warnings, runs_out_on_attempts, weights
 
 gen = torch.Generator().manual_seed(0)
 xs = torch.randn(320, 8, generator=gen).double()
@@ -178,6 +178,25 @@ def in_little_memory(bs):
 def test_a_failed_backward_pass_is_undone_for_the_parameters_of_the_loss_as_well():
     off,((entry,_),) = both(in_little_memory, 32, micro_batch_size='auto')
     assert off<1e-9 and entry=='memory-ran-out'
+
+class StepsLossSometimes(StepsLoss):
+    "Steps the parameters of the loss function in every third step only"
+    def before_fit(self):
+        super().before_fit()
+        self.n_steps = 0
+    def after_step(self):
+        self.n_steps += 1
+        if self.n_steps%3==0: super().after_step()
+
+def test_gradients_that_an_optimizer_collects_over_several_steps_are_not_changed_by_later_steps():
+    "Each step has a correction, because its targets that are ignored are counted in its last micro-batch only"
+    def cancel(learn):
+        if learn.train_iter==1: raise CancelBatchException
+    def make(bs):
+        cbs = [StepsLossSometimes(),CallAt('before_batch', cancel)]
+        return learner(loaders(bs, list(zip(xs, tokens))), linear(15), Tempered(), cbs)
+    off,told = both(make)
+    assert off<1e-9 and not told
 
 def test_an_interrupted_step_leaves_no_gradient_of_the_loss_behind():
     learn = tempered(16)

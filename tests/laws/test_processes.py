@@ -146,6 +146,34 @@ def test_the_gradients_of_a_second_optimizer_are_those_of_all_processes():
     def first_layer(m): return [[*m.parameters()][:2]]
     assert_same_as_single_process(ragged, splitter=first_layer, cbs=lambda: [StepsLastLayer()], fit=constant)
 
+class StepsProbe(Callback):
+    "Trains a layer of its own on the predictions, as a probe does"
+    def before_fit(self):
+        self.layer = nn.Linear(3, 1).double()
+        self.o = torch.optim.SGD(self.layer.parameters(), lr=.1)
+    def after_pred(self): self.value = self.layer(self.pred.detach()).mean()
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.learn.loss_grad+self.value
+    after_step = StepsLastLayer.after_step
+
+@on_processes(2)
+def test_a_callback_of_one_process_may_have_an_optimizer_of_its_own():
+    assert_same_as_single_process(ragged, cbs=lambda: [] if this_process.rank else [StepsProbe()], fit=constant)
+
+@on_processes(2)
+def test_memory_may_run_out_in_the_validation_of_one_process():
+    "DDP copies BatchNorm's buffers in each forward pass, for which the other process would wait"
+    def model(): return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), LimitedMemory(), nn.Linear(6, 3)).double()
+    b = distributed_learner(even, model=model, splitter=all_params)
+    limit_memory((0,), 'validation', cap=5)(b)
+    acc = GradientAccumulation(16, micro_batch_size='auto')
+    b.fit(1, 0., cbs=acc)
+    with b.added_cbs(acc): validated = b.validate()
+    assert (n_events['failed']>0)==(this_process.rank==0)
+    for m in b.model.modules():
+        if isinstance(m, LimitedMemory): m.runs_out = None
+    assert deviation(validated, b.validate())<1e-6
+
 @on_processes(2)
 def test_a_process_with_only_padding_adds_nothing_to_the_step():
     "The losses of this process are no NaN"

@@ -152,7 +152,7 @@ def test_learners_that_cannot_be_trained_are_refused_before_a_weight_changes(nm)
     with pytest.raises(exc, match=words) as e: learn.fit(1, 0.1, cbs=own)
     assert entry_of(e)
     if nm in late: learn.logger = logger   # after an error, fastai leaves a changed logger
-    elif nm!='start_after_finish':   # `lr_find` needs only the first size of a schedule
+    else:
         with pytest.raises(exc, match=words), learn.added_cbs(own): learn.lr_find(show_plot=False)
     assert learn.logger is logger and weights(learn).equal(before)
     learn.remove_cbs([*own,ProgressCallback])

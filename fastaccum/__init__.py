@@ -50,7 +50,7 @@ Warnings that the result differs, or may differ, from the full-batch run:
 
 Documentation: https://fastaccum.github.io/fastaccum
 """
-__version__ = "0.4.0"
+__version__ = "0.4.1.dev0"
 
 from fastaccum import accum_find, batchnorm, bs_find, accum_check
 from fastaccum.accumulation import GradientAccumulation

@@ -113,7 +113,7 @@ class _Setup:
         self.checkpoint = our_callback(learn, 'ActivationCheckpoint')
         _check_cbs(learn, acc, self.cache)
         self.cbs = [o for o in (acc,self.cache,self.checkpoint) if o is not None]
-        # the `Plan` that `acc` makes for a long fit: only its first step is run
+        # A `Plan` of so many epochs that a schedule has begun in one of them. Only its first step is run.
         self.plan = plan = acc and acc.plan(learn.dls, 100)
         self.n_items = acc and acc.n_items               # counts the items that the loss is a mean of
         limit = acc and acc.limit

@@ -82,6 +82,7 @@ def _measured_size(acc, accum_bs, dls, sizes):
         raise refuse('samples-to-check', accum_bs, sizes.n)
     if accum_bs is not None: size = max(accum_bs, 2*micro_bs)
     else:
+        # a plan of so many epochs that a schedule has begun in one of them
         usual = 8*micro_bs if acc is None else acc.plan(dls, 100).accum_bs_at(0)
         size = max(usual, 4*micro_bs)
     return round_up(size, sizes.unit)

@@ -327,7 +327,8 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     must_match = {f'`{self._size_name}`':size, '`drop_last`':drop_last,
         '`log_accum_batch`':self.log_accum_batch, 'a fixed micro-batch size (1: yes, 0: no)':not adapts,
         'the number of epochs':n_finds or n_epoch,
-        '`final_accum_bs`':getattr(self, 'final_accum_bs', size)}   # of a schedule
+        # schedules that end at different sizes plan different numbers of steps
+        '`final_accum_bs`':getattr(self, 'final_accum_bs', size)}
     each = processes.agree({k:int(v) for k,v in must_match.items()}, list(sizes))
     loaders = [LoaderSizes(*o) for o in each]
     check_loaders(loaders, comms)

@@ -51,7 +51,8 @@ def arguments(o:object)->dict:
 
 def config(learn:Learner)->dict:
     "Return the values of fastai's `gather_args`, and the arguments of the Learner and its callbacks"
-    callbacks = {str(cb) for cb in learn.cbs}   # `gather_args` names a callback by its text
+    # leave out the entries of callbacks, which `gather_args` names by the texts that `print(cb)` shows
+    callbacks = {str(cb) for cb in learn.cbs}
     res = {name:plain(o) for name,o in learn.gather_args().items() if name not in callbacks}
     res['Learner'] = arguments(learn)
     for cb in learn.cbs: res[type(cb).__name__] = arguments(cb) or True

@@ -308,9 +308,9 @@ add_messages("""
     may differ from the full-batch run. Both have the same name, and the last import wins (an import
     sorter may have moved it). Write `import fastaccum` and `fastaccum.GradientAccumulation(…)`, which
     works in any order
-[two-callbacks] ValueError: {n} callbacks accumulate gradients, {callbacks}: keep one of them. `cbs=`
-    adds to the callbacks on the Learner, which `learn.remove_cbs([o for o in learn.cbs if
-    o.name=='gradient_accumulation'])` removes
+[two-callbacks] ValueError: {n} callbacks accumulate gradients, {callbacks}: keep one of them.
+    `learn.remove_cbs([o for o in learn.cbs if o.name=='gradient_accumulation'])` removes those that are
+    on the Learner
 [two-callbacks/of-a-class] ValueError: {n} {cls.__name__} callbacks are on this Learner, and each would
     do the same work: keep one of them. `learn.remove_cb({cls.__name__})` removes all that stay on the
     Learner after a fit; then pass one as `cbs=`

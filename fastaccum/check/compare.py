@@ -49,10 +49,10 @@ def _sizes_to_try(n, most, of_fit=False):
 def _even_sizes_to_try(n, most, of_fit=False):
     "As `_sizes_to_try`, for callbacks that are told the largest size only, and divide a batch evenly"
     of_training = even_sizes(n, most)
-    divisions = [even_sizes(n, o) for o in range(min(most, n-1), 0, -1)]
-    unequal = [o for o in divisions if len({*o})>1][:1]
+    divisions = (even_sizes(n, o) for o in range(min(most, n-1), 0, -1))
+    unequal = next((sizes for sizes in divisions if len({*sizes})>1), of_training)
     halves = even_sizes(n, max(1, n//2))
-    return _without_repeats([of_training,*unequal] if of_fit else [*unequal,of_training,halves], most)
+    return _without_repeats([of_training,unequal] if of_fit else [unequal,of_training,halves], most)
 
 def _without_repeats(res, most):
     "Leave out repeated lists of sizes, and those that divide nothing or exceed `most`, unless all do"

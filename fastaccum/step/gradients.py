@@ -35,7 +35,8 @@ def other_params(learn:Learner)->list:
 def trained_params(opt:Optimizer|OptimWrapper, others:list)->list:
     "List the parameters whose gradients a step computes: those of `opt`, and the `other_params`"
     params = [p for p in params_of(opt) if p.requires_grad]
-    own = {id(p) for p in params} if others else ()   # a GAN switches between optimizers
+    # a GAN switches between optimizers, so a parameter in `others` may belong to the current `opt`
+    own = {id(p) for p in params} if others else ()
     return params+[p for p in others if id(p) not in own]
 
 # %% ../../nbs/step/04_gradients.ipynb #params-empty-grads
@@ -135,12 +136,12 @@ def complete_grads(
         processes.exchange([p for p in params if id(p) in of_all_processes], grads)
     for p,g in grads.items(): p.grad = (g.coalesce() if g.is_sparse else g).to(p.dtype)
 
-# %% ../../nbs/step/04_gradients.ipynb #check
+# %% ../../nbs/step/04_gradients.ipynb #older
 class OlderGrads:
     """Sets the gradients of earlier steps aside while a step runs
 
-    Parameters that the Learner's optimizer does not step may have some, if their own optimizer steps less
-    often. The step's correction must not change them.
+    `params`: parameters that the Learner's optimizer does not step. If their own optimizer does not step
+    in each step, they have gradients of earlier steps, which the correction of this step must not change.
     """
     def __init__(self, params:list):
         self.params = params
@@ -155,6 +156,7 @@ class OlderGrads:
         "Add the gradients from before the step to those of the step"
         for p,g in self.grads.items(): p.grad = g if p.grad is None else g+p.grad
 
+# %% ../../nbs/step/04_gradients.ipynb #check
 class GradVersions:
     "Records the version of each gradient of `params`, to detect later changes"
     def __init__(self, params:list):

@@ -309,7 +309,7 @@ def read_micro_batch_size(o:int|str|MicroBatchLimit, split:Callable=split)->Micr
 class MicroBatch:
     """Data of a micro-batch while it runs
 
-    It is number `i` of the step, after `n_before` samples of this process.
+    The micro-batch is number `i` of the step, after `n_before` samples of this process.
     """
     n:int # Number of samples
     i:int # Number in the step, from 0
@@ -352,7 +352,7 @@ class Retries:
     def __init__(self, learn:Learner, limit:MicroBatchLimit, params:list=()):
         self.learn = learn
         self.limit = limit                # says how many samples a micro-batch may have
-        self.params = params              # the parameters that get gradients; none in validation
+        self.params = params              # with 'auto', the parameters that get gradients in training
         self.training = learn.training
         # a stack of `Failed` micro-batches: each one is a part of the micro-batch that failed before it
         self.unfinished = []
@@ -410,8 +410,8 @@ def run_split(loop:object, n:int, changed:ChangedAttrs):
     # `'auto'` may split much later: cut the first batch now, so that an error comes before training
     is_first = not learn.iter and not loop.micro.i
     if is_first and limit.shrinks: parts.part(0, 1)
-    retries = Retries(learn, limit, trained_params(learn.opt, loop.others))
-    run_parts(loop, n, parts, retries, loop.run_micro_batch)
+    params = trained_params(learn.opt, loop.others) if limit.shrinks else ()
+    run_parts(loop, n, parts, Retries(learn, limit, params), loop.run_micro_batch)
 
 # %% ../../nbs/step/07_split.ipynb #run-parts
 def run_parts(

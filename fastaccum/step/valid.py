@@ -62,7 +62,8 @@ def run_valid_batch(loop:object, i:int, b:object):
         limit = loop.acc.limit
         division = limit.divide(learn.model, learn.xb, learn.yb, n, loop.watch.warn_once)
         parts = BatchParts(learn, n, changed, division)
-        # a process whose memory runs out runs more forward passes than the others
+        # A process whose memory runs out runs more forward passes than the others. DDP must not exchange
+        # buffers in these passes, because the process would wait for the others forever.
         with loop.processes.no_forward_sync(): run_parts(loop, n, parts, Retries(learn, limit), run)
         if len(outs)>1:
             settings = loop.counter.settings

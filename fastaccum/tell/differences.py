@@ -167,8 +167,9 @@ def take_step(self:Warnings):
 @patch
 def cancel_step(self:Warnings):
     "Warn if the step makes no update because its batches have no targets"
-    has_run = self.loop.micro is not None   # one of several processes may have had no batch
-    if has_run and not len(self.loop.learn.yb): self.warn_once('no-targets')
+    # with several processes, this process may have had no batch in the step
+    had_batch = self.loop.micro is not None
+    if had_batch and not len(self.loop.learn.yb): self.warn_once('no-targets')
 
 @patch
 def error(self:Warnings, e:BaseException):

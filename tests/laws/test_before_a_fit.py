@@ -248,7 +248,7 @@ def test_the_error_for_two_callbacks_says_whose_they_are_and_how_to_remove_them(
     remedy, = [o for o in text.split('`') if o.startswith('learn.')]
     eval(remedy)
     learn.fit(1, 0.1, cbs=acc(16))
-    assert learn.recorder.iters
+    assert len(learn.recorder.lrs)==5   # steps of 16 of the 70 samples
 
 def test_two_callbacks_of_both_kinds_are_not_also_warned_of(monkeypatch):
     "The warning of fastai's class says that the fit uses fastai's, and not fastaccum's"

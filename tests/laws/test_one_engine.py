@@ -189,7 +189,7 @@ class StepsLossSometimes(StepsLoss):
         if self.n_steps%3==0: super().after_step()
 
 def test_gradients_that_an_optimizer_collects_over_several_steps_are_not_changed_by_later_steps():
-    "Each step has a correction, because its targets that are ignored are counted in its last micro-batch only"
+    "Some targets are ignored, so each step has a correction. The second step is cancelled"
     def cancel(learn):
         if learn.train_iter==1: raise CancelBatchException
     def make(bs):

@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/step/gradients.html.md"""
 
 # %% auto #0
 __all__ = ['params_of', 'other_params', 'trained_params', 'empty_grads', 'number_on', 'scale_grads', 'in_half', 'is_compiled',
-           'GradSums', 'grad_sums_for', 'complete_grads', 'OlderGrads', 'GradVersions', 'UndoBackward']
+           'GradSums', 'grad_sums_for', 'complete_grads', 'set_aside', 'GradVersions', 'UndoBackward']
 
 # %% ../../nbs/step/04_gradients.ipynb #imports
 import torch
@@ -137,24 +137,15 @@ def complete_grads(
     for p,g in grads.items(): p.grad = (g.coalesce() if g.is_sparse else g).to(p.dtype)
 
 # %% ../../nbs/step/04_gradients.ipynb #older
-class OlderGrads:
-    """Sets the gradients of earlier steps aside while a step runs
+def set_aside(params:list)->dict: # Parameter -> its gradient
+    """Empty the gradients of `params`, and return them
 
     `params`: parameters that the Learner's optimizer does not step. If their own optimizer does not step
     in each step, they have gradients of earlier steps, which the correction of this step must not change.
     """
-    def __init__(self, params:list):
-        self.params = params
-        self.grads = {p:p.grad for p in params if p.grad is not None}
-        for p in self.grads: p.grad = None
-
-    def put_back(self):
-        "Restore the gradients from before the step"
-        for p in self.params: p.grad = self.grads.get(p)
-
-    def add(self):
-        "Add the gradients from before the step to those of the step"
-        for p,g in self.grads.items(): p.grad = g if p.grad is None else g+p.grad
+    grads = {p:p.grad for p in params if p.grad is not None}
+    for p in grads: p.grad = None
+    return grads
 
 # %% ../../nbs/step/04_gradients.ipynb #check
 class GradVersions:

@@ -20,8 +20,8 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from ..restore.state import ChangedAttrs, autocast_state, devices_of, set_autocast_state
 from .batch import batch_device
-from fastaccum.step.gradients import (GradVersions, OlderGrads, complete_grads, empty_grads, grad_sums_for,
-    other_params, params_of)
+from .gradients import (GradVersions, complete_grads, empty_grads, grad_sums_for,
+    other_params, params_of, set_aside)
 from .loader import Step, StepLoader, samples_of
 from .log import LogRows, Watch, hears_steps, records
 from .mean import ItemCounter, KeptLosses, StepMean
@@ -44,7 +44,9 @@ class StepLoop:
         self.counter = ItemCounter(acc.n_items)  # counts the items of which the loss is a mean
         self.log_rows = LogRows()                # makes TensorBoard and W&B log steps, not micro-batches
         self.last_loss = 0.                      # mean loss of the previous step
-        self.cbs = []                            # the Learner's callbacks when `by_event` was filled
+        # the Learner's callbacks, and what may change which events they hear, when `by_event` was filled
+        self.cbs,self.hearing = [],[]
+        self.by_event = {}                       # an event -> the callbacks that have a method for it
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
@@ -56,13 +58,12 @@ class StepLoop:
         # whether Recorder has training metrics, which see every micro-batch but are recorded per step
         self.train_metrics = False
         # state of the step, set by `run_step`
-        self.by_event = {}                       # an event -> the callbacks that have a method for it
         self.step = None                         # the `Step` that runs
         self.mean = None                         # a `StepMean`: the mean loss of `step` so far
         self.kept_losses = None                  # a `KeptLosses`, if there are metrics
         self.n_read = 0                          # samples of `step` in batches that have ended
         self.n_left_out = 0                      # micro-batches of `step` that callbacks cancelled
-        self.older_grads = None                  # the `OlderGrads` of parameters in `others`
+        self.older_grads = {}                    # parameter in `others` -> its gradient before the step
         self.micro = None                        # the `MicroBatch` that runs, or else the last one
         self.began = 0.                          # when the step began, in seconds of `time.perf_counter`
         # name of the part of the step that runs after its micro-batches; `None` while they run
@@ -98,6 +99,12 @@ def listeners(self:StepLoop, event:str)->list:
         in_order = sorted(cbs, key=attrgetter('order'))
         self.by_event[event] = [cb for cb in in_order if hasattr(type(cb), event) or event in vars(cb)]
     return self.by_event[event]
+
+@patch
+def _find_changed_callbacks(self:StepLoop):
+    "Before a step, forget who hears what if a callback has another `order`, or more or fewer attributes"
+    hearing = [(cb.order,len(vars(cb))) for cb in self.learn.cbs.items]
+    if hearing!=self.hearing: self.hearing,self.by_event = hearing,{}
 
 @patch
 def _per_batch(self:StepLoop)->list:
@@ -160,8 +167,8 @@ def run_step(self:StepLoop, i:int, step:Step):
     self.step,self.micro = step,None
     self.n_read = self.n_left_out = 0
     self.unsplit_part = None
-    self.older_grads = OlderGrads(self.others)
-    self.by_event = {}   # callbacks may have got another `order`, or another method
+    self.older_grads = set_aside(self.others)
+    self._find_changed_callbacks()
     self.began = time.perf_counter()
     self.mean = StepMean(step.n_here, step.n_all, self.counter, self.processes, self.last_loss)
     self.kept_losses = KeptLosses(self.learn) if self.learn.metrics else None
@@ -202,14 +209,14 @@ def _finish_step(self:StepLoop):
     if not self.mean.samples: return self._cancel_step()
     opt,correction = self.learn.opt,self.mean.correction
     complete_grads(opt, self.others, self.grad_sums, correction, self.processes)
-    self.older_grads.add()
+    for p,g in self.older_grads.items(): p.grad = g if p.grad is None else g+p.grad
     self.acc.record_step(self.step)
     self._take_step()
 
 @patch
 def _empty_grads(self:StepLoop):
     empty_grads(self.learn.opt)
-    self.older_grads.put_back()
+    for p in self.others: p.grad = self.older_grads.get(p)
     if self.grad_sums is not None: self.grad_sums.pop()
 
 # %% ../../nbs/step/09_loop.ipynb #batch
@@ -315,7 +322,10 @@ def share_loss(self:StepLoop, share:float|torch.Tensor):
         # a sum over samples needs no share, but a callback's penalty does
         if micro.loss_changes: self._share_added(learn.loss)
     # with `grad_sums`, gradients and not the loss are multiplied by the share, after the backward pass
-    elif self.grad_sums is None: learn.loss_grad = learn.loss_grad.as_subclass(torch.Tensor)*share
+    elif self.grad_sums is None:
+        loss = learn.loss_grad.as_subclass(torch.Tensor)
+        is_whole_step = not isinstance(share, torch.Tensor) and share==1
+        learn.loss_grad = loss if is_whole_step else loss*share
 
 @patch
 def _share_added(self:StepLoop, before):

@@ -10,6 +10,7 @@ __all__ = ['GradientAccumulation']
 # %% ../nbs/00_accumulation.ipynb #imports
 from collections.abc import Callable
 from functools import partial
+from zlib import crc32
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.training import GradientClip
@@ -24,7 +25,7 @@ from .restore.state import QuietCallback
 from .step.loader import OneBatchLoader, Step, drops_last, sizes_of
 from .step.loop import CurrentStep, StepLoop
 from .step.plan import LoaderSizes, Plan, Position, count_of
-from .step.processes import Processes, keep_in_memory
+from .step.processes import Processes, gather, keep_in_memory
 from .step.split import read_micro_batch_size
 from .step.valid import run_valid_batch, run_whole_valid_batch
 from .tell.differences import Warnings
@@ -326,9 +327,7 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     adapts = self.limit is not None and not self.micro_batch_size
     must_match = {f'`{self._size_name}`':size, '`drop_last`':drop_last,
         '`log_accum_batch`':self.log_accum_batch, 'a fixed micro-batch size (1: yes, 0: no)':not adapts,
-        'the number of epochs':n_finds or n_epoch,
-        # schedules that end at different sizes plan different numbers of steps
-        '`final_accum_bs`':getattr(self, 'final_accum_bs', size)}
+        'the number of epochs':n_finds or n_epoch}
     each = processes.agree({k:int(v) for k,v in must_match.items()}, list(sizes))
     loaders = [LoaderSizes(*o) for o in each]
     check_loaders(loaders, comms)
@@ -345,7 +344,18 @@ def _plan_fit(self:GradientAccumulation, dl):
     "Return the plan of the fit; if nothing has changed, reuse the last plan and its cached epochs"
     loop,n_epoch = self.loop,self.learn.n_epoch
     n_finds = None if loop.finder is None else loop.finder.num_it
-    plan = self._plan(dl, n_epoch, Processes(self.learn.model), self._comms(), n_finds)
+    processes = Processes(self.learn.model)
+    plan = self._plan(dl, n_epoch, processes, self._comms(), n_finds)
     made_for = plan.loaders,n_epoch,plan.drop_last,self.n_batches or self.accum_bs
-    if made_for!=loop.planned_for: loop.plan,loop.planned_for = plan,made_for
+    if made_for!=loop.planned_for:
+        loop.plan,loop.planned_for = plan,made_for
+        _check_same_steps(processes, plan)
     return loop.plan
+
+def _check_same_steps(processes, plan):
+    "Reject processes with different schedules, which would wait for each other; all call this function"
+    if processes.n==1: return
+    mine = sum(plan.steps),crc32(repr(plan.sizes).encode())
+    each = gather(mine, processes.device, processes.group)
+    if len({*map(tuple, each)})==1: return
+    raise refuse('processes-with-different-settings/steps', steps=', '.join(str(n) for n,_ in each))

@@ -637,6 +637,8 @@ add_messages("""
     learn.distrib_ctx():`, and start the script with `accelerate launch`
 [processes-with-different-settings] ValueError: {name} differs between the processes ({have}): pass all
     of them the same value
+[processes-with-different-settings/steps] ValueError: the processes plan different steps (number of
+    steps: {steps}): pass all of them the same schedule
 [unequal-loaders] ValueError: the processes have different loaders ({loaders}), but with {comms} they
     must run equally many micro-batches: give all processes equal loaders, as `learn.distrib_ctx()` does
 [unequal-loaders/empty] ValueError: a process has no samples to train on (samples of each process:

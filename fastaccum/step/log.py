@@ -144,4 +144,5 @@ class Watch:
     def own_backward(self, counts:bool, changed:bool): "A callback has run its own backward pass"
     def take_step(self): "The gradients of the step are complete"
     def cancel_step(self): "The step makes no update: its micro-batches were cancelled, or have no targets"
+    def end_step(self): "The step has ended, with all of its events"
     def error(self, e:BaseException): "`e` has ended the step, and everything is cleaned up"

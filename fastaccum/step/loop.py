@@ -157,12 +157,10 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.watch.begin_epoch(self)
     learn.dl = self.loader
 
-# %% ../../nbs/step/09_loop.ipynb #step
+# %% ../../nbs/step/09_loop.ipynb #step-begin-step
 @patch
-def run_step(self:StepLoop, i:int, step:Step):
-    "Run the micro-batches of step `i` and update the weights; replaces `one_batch` in training"
-    # if a callback has called `learn.validate()`, `step` is an ordinary batch of the validation loader
-    if not isinstance(step, Step): return type(self.learn).one_batch(self.learn, i, step)
+def _begin_step(self:StepLoop, i, step):
+    "Set the state of the step"
     self.learn.iter = i
     self.step,self.micro = step,None
     self.n_read = self.n_left_out = 0
@@ -173,6 +171,14 @@ def run_step(self:StepLoop, i:int, step:Step):
     self.mean = StepMean(step.n_here, step.n_all, self.counter, self.processes, self.last_loss)
     self.kept_losses = KeptLosses(self.learn) if self.learn.metrics else None
     self.watch.begin_step(i)
+
+# %% ../../nbs/step/09_loop.ipynb #step
+@patch
+def run_step(self:StepLoop, i:int, step:Step):
+    "Run the micro-batches of step `i` and update the weights; replaces `one_batch` in training"
+    # if a callback has called `learn.validate()`, `step` is an ordinary batch of the validation loader
+    if not isinstance(step, Step): return type(self.learn).one_batch(self.learn, i, step)
+    self._begin_step(i, step)
     autocast = autocast_state(self.devices)
     try:
         missing = step.n_missing(0)
@@ -185,6 +191,7 @@ def run_step(self:StepLoop, i:int, step:Step):
             # for the step's last batch, `_end_step` sends `after_batch`
             if missing: self.end_micro_batch()
         self._finish_step()
+        self.watch.end_step()
     except BaseException as e:
         self._clean_up(autocast)
         self.watch.error(e)

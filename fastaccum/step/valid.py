@@ -46,6 +46,15 @@ def run_valid_batch(loop:object, i:int, b:object):
     changed = ChangedAttrs([learn,*learn.cbs])
     learn.iter = i
     learn._split(learn._set_device(b))
+    try:
+        loop.send('before_batch')
+        _run_in_parts(loop, changed)
+    except CancelBatchException: loop.send('after_cancel_batch')
+    loop.send('after_batch')
+
+def _run_in_parts(loop, changed):
+    "Run the Learner's batch in micro-batches, and join their predictions and losses"
+    learn = loop.learn
     # for each micro-batch: (number of samples, predictions, loss, number of items the loss is a mean of)
     outs = []
     kept = KeptLosses(learn)
@@ -56,21 +65,17 @@ def run_valid_batch(loop:object, i:int, b:object):
         items = loop.counter(learn, loop.micro.n) if has_items else None
         outs.append((loop.micro.n,learn.pred,learn.loss,items))
         kept.note(learn, loop.micro.n)
-    try:
-        loop.send('before_batch')
-        n = n_samples((*learn.yb,*learn.xb), getattr(learn.dl, 'bs', None))
-        limit = loop.acc.limit
-        division = limit.divide(learn.model, learn.xb, learn.yb, n, loop.watch.warn_once)
-        parts = BatchParts(learn, n, changed, division)
-        # A process whose memory runs out runs more forward passes than the others. DDP must not exchange
-        # buffers in these passes, because the process would wait for the others forever.
-        with loop.processes.no_forward_sync(): run_parts(loop, n, parts, Retries(learn, limit), run)
-        if len(outs)>1:
-            settings = loop.counter.settings
-            join_outputs(learn, outs, settings is None or settings.reduction!='none')
-            kept.put_means(learn)
-    except CancelBatchException: loop.send('after_cancel_batch')
-    loop.send('after_batch')
+    n = n_samples((*learn.yb,*learn.xb), getattr(learn.dl, 'bs', None))
+    limit = loop.acc.limit
+    division = limit.divide(learn.model, learn.xb, learn.yb, n, loop.watch.warn_once)
+    parts = BatchParts(learn, n, changed, division)
+    # A process whose memory runs out runs more forward passes than the others. DDP must not exchange
+    # buffers in these passes, because the process would wait for the others forever.
+    with loop.processes.no_forward_sync(): run_parts(loop, n, parts, Retries(learn, limit), run)
+    if len(outs)==1: return
+    settings = loop.counter.settings
+    join_outputs(learn, outs, settings is None or settings.reduction!='none')
+    kept.put_means(learn)
 
 def run_whole_valid_batch(loop:object, i:int, b:object):
     "Run the `i`th validation batch `b` as fastai does; if memory runs out, the error says what helps"

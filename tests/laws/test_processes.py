@@ -470,7 +470,8 @@ refused = dict(
     drop_last=('drop_last', dict(ns=even, cb=lambda n: GradientAccumulation(16, drop_last=this_process.rank>0))),
     epochs=('epochs', dict(ns=even, fit=different_epochs)),
     final_size=('different steps', dict(ns=even, cb=lambda n: GradientAccumulationSchedule(16, 24+8*this_process.rank))),
-    finish=('different steps', dict(ns=even, cb=lambda n: GradientAccumulationSchedule(16, 64, finish=0.3+0.6*this_process.rank))),
+    finish=('different steps', dict(ns=even,
+        cb=lambda n: GradientAccumulationSchedule(16, 64, finish=0.3+0.6*this_process.rank))),
     scheduling=('different steps', dict(ns=even, cb=lambda n: GradientAccumulationScheduler({1:2+this_process.rank}))),
     # batches are also cut where a step ends, so 22 samples give 8 micro-batches, and 23 samples give 9
     counts_split_and_recorded=('22 samples.*23 samples', dict(ns=[22,23],

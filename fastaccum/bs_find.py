@@ -102,11 +102,10 @@ class Trial:
     error:str|None=None # The error message, if the batch did not fit
 
 class _TrialSteps(CountSteps):
-    "Ends the fit after `n` steps, and times all batches but the first"
+    "Ends the fit after `n` steps, and times all batches"
     def __init__(self, n, device):
         super().__init__(n)
-        self.n_batches = 0
-        self.secs = 0.        # duration of all batches but the slower first one, in seconds
+        self.secs = []        # duration of each batch, in seconds
         self.began = None     # `time.perf_counter()` when the running batch began, in seconds
         # a function that waits until the device has finished its kernels; does nothing on a CPU
         self.synchronize = getattr(getattr(torch, device.type), 'synchronize', noop)
@@ -120,8 +119,7 @@ class _TrialSteps(CountSteps):
 
     def after_batch(self):
         self.synchronize()
-        if self.n_batches: self.secs += time.perf_counter()-self.began
-        self.n_batches += 1
+        self.secs.append(time.perf_counter()-self.began)
         super().after_batch()
 
 # %% ../nbs/06_bs_find.ipynb #train
@@ -132,9 +130,10 @@ def _train(run, size, n):
     steps = _TrialSteps(n, run.device)
     # 20 spare batches, because a GradScaler skips the first steps, whose gradients overflow
     run.fit(Batches(run.dl, batches*(n+20), size), [steps])
-    if steps.n_batches<n or not steps.n_steps:
+    if len(steps.secs)<n or not steps.n_steps:
         raise refuse('no-step-in-a-trial', size, steps.n_steps, n)
-    return size*(steps.n_batches-1)/max(steps.secs, 1e-9)
+    _,*secs = steps.secs   # the first batch is slower
+    return size*len(secs)/max(sum(secs), 1e-9)
 
 # %% ../nbs/06_bs_find.ipynb #try
 def _try(run, size, n, is_last_resort):
@@ -171,10 +170,10 @@ def _check_before_search(learn, n, must_match):
         if isinstance(m, nn.SyncBatchNorm): part = 'SyncBatchNorm'
         if isinstance(m, DistributedDataParallel): part = 'part of the model in DistributedDataParallel'
     if part: raise refuse('exchanges-in-the-forward-pass', part)
-    numbers = [-1 if n is None else n, *map(int, must_match.values())]
+    numbers = [*map(int, must_match.values()), -1 if n is None else n]
     by_process = gather(numbers, training_device(learn))
-    check_same({f'`{k}`':o for k,o in must_match.items()}, [o[1:] for o in by_process])
-    return min((o[0] for o in by_process if o[0]>=0), default=None)
+    check_same({f'`{k}`':o for k,o in must_match.items()}, by_process)
+    return min((n for *_,n in by_process if n>=0), default=None)
 
 def _unwrap(learn):
     "Take the model out of DistributedDataParallel, which exchanges data; `DryRun` restores the wrapper"

@@ -255,11 +255,12 @@ def plot_sched(self:GradientAccumulation,
     """Plot the samples in each step and the number of steps of a fit, without training
 
     TypeError: `dls` is not a Learner, DataLoaders or a loader
-    ValueError: the loader does not report its batch size, or its batches are smaller than
-        `micro_batch_size`
+    ValueError: the loader does not report its batch size, its batches are smaller than
+        `micro_batch_size`, or, with `drop_last=True`, an epoch has no complete step
     """
     check_count('n_epoch', n_epoch, 'epoch')
     plan = self.plan(dls, n_epoch)
+    plan.check(warns=False, size_name=self._size_name)
     starts,sizes = [],[]
     for epoch,of_epoch in enumerate(plan.sizes):
         starts += [epoch+seen/plan.n for seen in accumulate(of_epoch[:-1], initial=0)]

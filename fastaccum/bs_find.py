@@ -193,8 +193,7 @@ def _compare_processes(trial, error, device):
     return refuse('search-failed-on-another-process', process=outcomes.index(2))
 
 # %% ../nbs/06_bs_find.ipynb #result
-def _mebibytes(n): return None if n is None else n/2**20
-def _rounded(x): return '' if x is None else f'{x:,.0f}'
+def _rounded(x, unit=1): return '' if x is None else f'{x/unit:,.0f}'
 
 @dataclass(repr=False)
 class FoundSize:
@@ -212,8 +211,7 @@ class FoundSize:
             return f"{size:>6}  {fits:>4}{f'  {peak:>8}' if has_peak else ''}  {speed:>9}"
         rows = [f'{self.size} samples fit, {self.reason}',row('size', 'fits', 'peak MiB', 'samples/s')]
         for o in self.trials:
-            peak = _rounded(_mebibytes(o.peak))
-            rows.append(row(o.size, 'yes' if o.ok else 'no', peak, _rounded(o.speed)))
+            rows.append(row(o.size, 'yes' if o.ok else 'no', _rounded(o.peak, 2**20), _rounded(o.speed)))
         return '\n'.join(rows)
 
 def _result(good, bad, n, trials):
@@ -238,8 +236,8 @@ def plot(self:FoundSize)->np.ndarray: # The matplotlib axes: one if the device d
     fit = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
     too_large = [o.size for o in self.trials if not o.ok]
     curves = {'samples per second':[o.speed for o in fit]}
-    peaks = [_mebibytes(o.peak) for o in fit]
-    if None not in peaks: curves = {'peak memory, MiB':peaks} | curves
+    peaks = [o.peak for o in fit]
+    if None not in peaks: curves = {'peak memory, MiB':[n/2**20 for n in peaks]} | curves
     _,axs = plt.subplots(1, len(curves), figsize=(5*len(curves),3.5), layout='constrained', squeeze=False)
     axs = axs[0]
     for ax,(label,ys) in zip(axs, curves.items()):

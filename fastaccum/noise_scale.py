@@ -60,9 +60,9 @@ def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
 
 def scale_of(trace:float, grad_sq:float)->float:
     "Return the noise scale tr Σ/|G|²: infinite if noise hides the gradient, NaN without a measurement"
-    if np.isnan(trace) or np.isnan(grad_sq): return float('nan')
     if grad_sq>0: return float(trace/grad_sq)
-    return float('inf') if trace>0 else float('nan')
+    is_hidden = trace>0>=grad_sq   # false if one of them is NaN
+    return float('inf') if is_hidden else float('nan')
 
 # %% ../nbs/07_noise_scale.ipynb #averages
 class Averages:

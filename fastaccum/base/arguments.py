@@ -28,7 +28,8 @@ def check_count(name:str, n:object, unit:str='sample', or_else:str='')->int:
     ValueError: `n` is below 1
     """
     if isinstance(n, bool) or not isinstance(n, Integral):
-        means_auto = str(n).lower()=='auto' and name in ('accum_bs','n_acc','n_batches','micro_batch_size')
+        sizes = 'accum_bs','n_acc','n_batches','micro_batch_size'
+        means_auto = name in sizes and str(n).lower()=='auto'
         number = str(n).removesuffix('.0')
         remedy = f': write `{number}`' if number.isdecimal() else ''
         hint = ". Did you mean `micro_batch_size='auto'`?" if means_auto else remedy

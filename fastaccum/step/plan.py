@@ -9,6 +9,7 @@ __all__ = ['round_up', 'Position', 'LoaderSizes', 'PlannedStep', 'Plan', 'count_
 
 # %% ../../nbs/step/00_plan.ipynb #imports
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
 from typing import NamedTuple
@@ -46,26 +47,26 @@ class PlannedStep(NamedTuple):
     wanted_here:int # Samples after which a process ends the step: its part of the effective batch size
 
 # %% ../../nbs/step/00_plan.ipynb #plan
+@dataclass(eq=False, repr=False)
 class Plan:
     "The steps of a training run: their number in each epoch, and their sizes in samples"
-    def __init__(self, loaders:list, accum_bs:int|Callable, n_epoch:int=1, drop_last:bool=False,
-        never_empty:bool=False, split_words:str='', change_words:str=''):
-        self.loaders = list(loaders)    # the `LoaderSizes` of each process
-        # effective batch size in samples over all processes, or a schedule: a function that returns the
-        # effective batch size at a `Position`
-        self.accum_bs = accum_bs
-        self.n_epoch = n_epoch
-        self.drop_last = drop_last      # whether the incomplete last step of an epoch is left out
-        # whether an incomplete step is kept in spite of `drop_last` if its epoch has no other step
-        self.never_empty = never_empty
-        # how the printed summary describes the splitting of batches: 'split where memory runs out', for
-        # example; empty if the micro-batch size is fixed
-        self.split_words = split_words
-        # when the effective batch size changes, in words of the printed summary; empty without a schedule
-        self.change_words = change_words
-        self._epochs = {}               # cache: the number of an epoch -> its steps
-        # cache for `steps_before`: item `i` is the number of steps before epoch `i`
-        self._starts = [0]
+    loaders:list # The `LoaderSizes` of each process
+    # Effective batch size in samples over all processes, or a schedule: a function that returns the
+    # effective batch size at a `Position`
+    accum_bs:int|Callable
+    n_epoch:int=1 # Number of epochs
+    drop_last:bool=False # Whether the incomplete last step of an epoch is left out
+    # Whether an incomplete step is kept in spite of `drop_last` if its epoch has no other step
+    never_empty:bool=False
+    # How the printed summary describes the splitting of batches: 'split where memory runs out', for
+    # example; empty if the micro-batch size is fixed
+    split_words:str=''
+    # When the effective batch size changes, in words of the printed summary; empty without a schedule
+    change_words:str=''
+
+    def __post_init__(self):
+        self._epochs = {}    # cache: the number of an epoch -> its steps
+        self._starts = [0]   # cache for `steps_before`: item `i` is the number of steps before epoch `i`
 
     @property
     def has_schedule(self)->bool:

@@ -119,7 +119,7 @@ def _norm(g):
 
 def _squared(norms, zero):
     "Return the squared norm of a whole gradient, given the norms of each parameter's gradient"
-    return torch.stack([o.to(zero) for o in norms]).square().sum()
+    return torch.stack([o.to(zero.device) for o in norms]).to(zero).square().sum()
 
 def _totals(norms, samples, size, to_sum, zero):
     """Return four numbers of a micro-batch in a tensor, to be summed over the micro-batches of a step

@@ -78,13 +78,12 @@ def _check_lr(lr):
 def _measured_size(acc, accum_bs, dls, sizes):
     "Return the samples in a measured step, in whole micro-batches; reject more than an epoch"
     micro_bs = sizes.micro_bs
-    if accum_bs is not None and accum_bs>sizes.n:
-        raise refuse('samples-to-check', accum_bs, sizes.n)
-    if accum_bs is not None: size = max(accum_bs, 2*micro_bs)
-    else:
+    if accum_bs is None:
         # a plan of so many epochs that a schedule has begun in one of them
         usual = 8*micro_bs if acc is None else acc.plan(dls, 100).accum_bs_at(0)
         size = max(usual, 4*micro_bs)
+    elif accum_bs>sizes.n: raise refuse('samples-to-check', accum_bs, sizes.n)
+    else: size = max(accum_bs, 2*micro_bs)
     return round_up(size, sizes.unit)
 
 # %% ../nbs/09_accum_find.ipynb #measure
@@ -98,7 +97,7 @@ def _measure(learn, acc, size, bs, n_steps, lr):
     settings = {}
     if acc is not None:
         # `capped` returns a copy: if memory runs out here, the callback's own limit does not change
-        limit = None if acc.limit is None else acc.limit.capped(acc.micro_batch_size)
+        limit = acc.limit and acc.limit.capped(acc.micro_batch_size)
         settings = dict(n_items=acc.n_items, micro_batch_size=limit)
     noise = NoiseScale(1)
     with DryRun(learn, total=n_steps) as run:
@@ -132,7 +131,7 @@ class FoundAccum:
         # samples in the largest possible step: an epoch's samples, rounded down to whole micro-batches
         largest = max(1, n//micro_bs)*micro_bs
         self.capped = best>largest
-        self.accum_bs = largest if self.capped else max(1, round(best/micro_bs))*micro_bs
+        self.accum_bs = min(max(1, round(best/micro_bs))*micro_bs, largest)
 
     def __int__(self): return self.accum_bs
     __index__ = __int__

@@ -102,11 +102,10 @@ class Trial:
     error:str|None=None # The error message, if the batch did not fit
 
 class _TrialSteps(CountSteps):
-    "Ends the fit after `n` steps, and times all batches but the first"
+    "Ends the fit after `n` steps, and times all batches"
     def __init__(self, n, device):
         super().__init__(n)
-        self.n_batches = 0
-        self.secs = 0.        # duration of all batches but the slower first one, in seconds
+        self.secs = []        # duration of each batch, in seconds
         self.began = None     # `time.perf_counter()` when the running batch began, in seconds
         # a function that waits until the device has finished its kernels; does nothing on a CPU
         self.synchronize = getattr(getattr(torch, device.type), 'synchronize', noop)
@@ -120,8 +119,7 @@ class _TrialSteps(CountSteps):
 
     def after_batch(self):
         self.synchronize()
-        if self.n_batches: self.secs += time.perf_counter()-self.began
-        self.n_batches += 1
+        self.secs.append(time.perf_counter()-self.began)
         super().after_batch()
 
 # %% ../nbs/06_bs_find.ipynb #train
@@ -132,9 +130,10 @@ def _train(run, size, n):
     steps = _TrialSteps(n, run.device)
     # 20 spare batches, because a GradScaler skips the first steps, whose gradients overflow
     run.fit(Batches(run.dl, batches*(n+20), size), [steps])
-    if steps.n_batches<n or not steps.n_steps:
+    if len(steps.secs)<n or not steps.n_steps:
         raise refuse('no-step-in-a-trial', size, steps.n_steps, n)
-    return size*(steps.n_batches-1)/max(steps.secs, 1e-9)
+    _,*secs = steps.secs   # the first batch is slower
+    return size*len(secs)/max(sum(secs), 1e-9)
 
 # %% ../nbs/06_bs_find.ipynb #try
 def _try(run, size, n, is_last_resort):
@@ -171,10 +170,10 @@ def _check_before_search(learn, n, must_match):
         if isinstance(m, nn.SyncBatchNorm): part = 'SyncBatchNorm'
         if isinstance(m, DistributedDataParallel): part = 'part of the model in DistributedDataParallel'
     if part: raise refuse('exchanges-in-the-forward-pass', part)
-    numbers = [-1 if n is None else n, *map(int, must_match.values())]
+    numbers = [*map(int, must_match.values()), -1 if n is None else n]
     by_process = gather(numbers, training_device(learn))
-    check_same({f'`{k}`':o for k,o in must_match.items()}, [o[1:] for o in by_process])
-    return min((o[0] for o in by_process if o[0]>=0), default=None)
+    check_same({f'`{k}`':o for k,o in must_match.items()}, by_process)
+    return min((n for *_,n in by_process if n>=0), default=None)
 
 def _unwrap(learn):
     "Take the model out of DistributedDataParallel, which exchanges data; `DryRun` restores the wrapper"
@@ -194,8 +193,7 @@ def _compare_processes(trial, error, device):
     return refuse('search-failed-on-another-process', process=outcomes.index(2))
 
 # %% ../nbs/06_bs_find.ipynb #result
-def _mebibytes(n): return None if n is None else n/2**20
-def _rounded(x): return '' if x is None else f'{x:,.0f}'
+def _rounded(x, unit=1): return '' if x is None else f'{x/unit:,.0f}'
 
 @dataclass(repr=False)
 class FoundSize:
@@ -213,8 +211,7 @@ class FoundSize:
             return f"{size:>6}  {fits:>4}{f'  {peak:>8}' if has_peak else ''}  {speed:>9}"
         rows = [f'{self.size} samples fit, {self.reason}',row('size', 'fits', 'peak MiB', 'samples/s')]
         for o in self.trials:
-            peak = _rounded(_mebibytes(o.peak))
-            rows.append(row(o.size, 'yes' if o.ok else 'no', peak, _rounded(o.speed)))
+            rows.append(row(o.size, 'yes' if o.ok else 'no', _rounded(o.peak, 2**20), _rounded(o.speed)))
         return '\n'.join(rows)
 
 def _result(good, bad, n, trials):
@@ -239,8 +236,8 @@ def plot(self:FoundSize)->np.ndarray: # The matplotlib axes: one if the device d
     fit = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
     too_large = [o.size for o in self.trials if not o.ok]
     curves = {'samples per second':[o.speed for o in fit]}
-    peaks = [_mebibytes(o.peak) for o in fit]
-    if None not in peaks: curves = {'peak memory, MiB':peaks} | curves
+    peaks = [o.peak for o in fit]
+    if None not in peaks: curves = {'peak memory, MiB':[n/2**20 for n in peaks]} | curves
     _,axs = plt.subplots(1, len(curves), figsize=(5*len(curves),3.5), layout='constrained', squeeze=False)
     axs = axs[0]
     for ax,(label,ys) in zip(axs, curves.items()):

@@ -16,9 +16,8 @@ from fastcore.basics import patch
 from .base.arguments import check_count, our_callback
 from .base.messages import WarnOnce, refuse
 from .restore.state import PatchingCallback
-from .step.gradients import params_of
+from .step.gradients import trained_params
 from .tell.refuse import check_single
-
 
 # %% ../nbs/07_noise_scale.ipynb #noise-scale
 class NoiseScale(PatchingCallback):
@@ -37,7 +36,7 @@ class NoiseScale(PatchingCallback):
     readings = ()          # a `Reading` for each measured step of the last fit
     hooks = ()             # handles of the hooks that note norms; empty outside of a backward pass
     norms = None           # `id` of a parameter -> norm of its gradient in the running micro-batch
-    micro_batches = ()     # a `_MicroBatchGrads` for each micro-batch of the step so far
+    micro_batches = ()     # the `_totals` of each micro-batch of the step so far
 
     def __init__(self,
         every:int=10, # Measure every `every`-th step
@@ -61,26 +60,23 @@ def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
 
 def scale_of(trace:float, grad_sq:float)->float:
     "Return the noise scale tr Σ/|G|²: infinite if noise hides the gradient, NaN without a measurement"
-    if np.isnan(trace) or np.isnan(grad_sq): return float('nan')
     if grad_sq>0: return float(trace/grad_sq)
-    return float('inf') if trace>0 else float('nan')
+    is_hidden = trace>0>=grad_sq   # false if one of them is NaN
+    return float('inf') if is_hidden else float('nan')
 
 # %% ../nbs/07_noise_scale.ipynb #averages
 class Averages:
     "Averages of tr Σ and |G|² over steps; a measurement's weight halves every `half_life` samples"
     def __init__(self, half_life:float):
         self.half_life = half_life
-        self.weighted_sums = np.zeros(2)   # the sum of weight × tr Σ, and the sum of weight × |G|²
-        self.sum_of_weights = 0.
+        self.sums = np.zeros(3)   # the sums of weight × tr Σ, of weight × |G|², and of the weights
 
     def add(self, trace:float, grad_sq:float, n:int)->tuple:
         "Add the estimates of a step, `n` samples after the previous measurement; return the averages"
         keep = .5**(n/self.half_life)
         variance = max(trace, 0.)   # rounding may make the estimate of a variance negative
-        new = np.array([variance,grad_sq])
-        self.weighted_sums = keep*self.weighted_sums+(1-keep)*new
-        self.sum_of_weights = keep*self.sum_of_weights+(1-keep)
-        return tuple(self.weighted_sums/self.sum_of_weights)
+        self.sums = keep*self.sums+(1-keep)*np.array([variance,grad_sq,1.])
+        return tuple(self.sums[:2]/self.sums[2])
 
 class Reading(NamedTuple):
     "Measurement of one step"
@@ -116,37 +112,29 @@ def describe(scale:float, size:float, unit:str='samples')->str:
         f"{step_factor:.1f}x the minimum number of steps")
 
 # %% ../nbs/07_noise_scale.ipynb #micro-batch
-class _MicroBatchGrads(NamedTuple):
-    "Gradients of one micro-batch"
-    norms:dict # `id` of a parameter -> norm of its gradient, a 0-dim tensor
-    samples:int
-    size:object # How many items the loss is a mean of: a number, or a 0-dim tensor
-    to_sum:object # A factor: gradient × `to_sum` is the gradient of the sum of the items' losses
-
-    def totals(self, device, dtype):
-        """Return four numbers in a tensor, to be summed over the micro-batches
-
-        The numbers are n_i |g_i|² and n_i, as in `estimate`; 1, or 0 if n_i is 0, to count the
-        micro-batches; and the number of samples.
-        """
-        samples,size,to_sum = (_on_device(o, device, dtype) for o in self[1:])
-        sum_sq = _squared(self.norms.values(), device, dtype)*to_sum**2
-        has_items = size>0
-        return torch.stack([torch.where(has_items, sum_sq/size, 0.), size, has_items.to(dtype), samples])
-
-def _on_device(n, device, dtype):
-    "Return a number or a 0-dim tensor as a tensor on `device`, without synchronizing the GPU"
-    if isinstance(n, torch.Tensor): return n.to(device, dtype)
-    return torch.full((), n, dtype=dtype, device=device)
-
 def _norm(g):
     "Return the norm of a gradient, in single precision or better"
     g = g.detach().coalesce().values() if g.is_sparse else g.detach()
     return torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
 
-def _squared(norms, device, dtype):
+def _squared(norms, zero):
     "Return the squared norm of a whole gradient, given the norms of each parameter's gradient"
-    return torch.stack([o.to(device) for o in norms]).to(dtype).square().sum()
+    return torch.stack([o.to(zero.device) for o in norms]).to(zero).square().sum()
+
+def _totals(norms, samples, size, to_sum, zero):
+    """Return four numbers of a micro-batch in a tensor, to be summed over the micro-batches of a step
+
+    The numbers are n_i |g_i|² and n_i, as in `estimate`; 1, or 0 if n_i is 0, to count the
+    micro-batches; and the number of samples. `norms` has the norm of each parameter's gradient, and
+    `size` is n_i, the number of items that the loss is a mean of. A gradient times `to_sum` is the
+    gradient of the sum of the items' losses. The tensor is like the 0-dim tensor `zero`.
+    """
+    # if `o` is a number, `zero+o` is a tensor on the GPU, computed without synchronizing the GPU
+    def tensor(o): return o.to(zero) if isinstance(o, torch.Tensor) else zero+o
+    samples,size,to_sum = map(tensor, (samples,size,to_sum))
+    sum_sq = _squared(norms, zero)*to_sum**2
+    has_items = size>0
+    return torch.stack([torch.where(has_items, sum_sq/size, 0.), size, has_items.to(zero), samples])
 
 # %% ../nbs/07_noise_scale.ipynb #begin
 @patch
@@ -165,7 +153,7 @@ def before_fit(self:NoiseScale):
     self.warn_once = WarnOnce(self.learn)
     self.averages = None   # the `Averages` of this fit; `None` before its first reading
     self.n_steps = 0       # steps of this fit so far
-    self.steps_until_measured = 0    # 0: the running step is measured
+    self.next_measured = 0   # the number of steps before the next step that is measured
     self.samples_since_reading = 0   # before the first reading: samples since the fit began
     # Set the attribute in `vars`. For `recorder.noise_scale = []`, fastai would warn that the attribute
     # hides `learn.noise_scale`, which is this callback.
@@ -184,7 +172,7 @@ def before_backward(self:NoiseScale):
     "In a measured step, register hooks on the parameters that record their gradients' norms"
     self._remove_hooks()
     step = self.acc.current_step
-    if self.steps_until_measured or step is None: return
+    if self.n_steps<self.next_measured or step is None: return
     is_first = not step.mean.samples
     if is_first: self.micro_batches = ()
     self.norms = {}
@@ -219,7 +207,8 @@ def after_backward(self:NoiseScale):
     if scaler is not None:
         one = torch.ones((), device=self.learn.loss_grad.device)
         to_sum = to_sum/scaler.scale(one)
-    self.micro_batches = [*self.micro_batches,_MicroBatchGrads(self.norms, samples, size, to_sum)]
+    totals = _totals(self.norms.values(), samples, size, to_sum, self._zero())
+    self.micro_batches = [*self.micro_batches,totals]
     self.norms = None
 
 @patch
@@ -238,7 +227,13 @@ def undo_patches(self:NoiseScale):
 @patch
 def _params(self:NoiseScale):
     "List the parameters that the optimizer trains"
-    return [p for p in params_of(self.learn.opt) if p.requires_grad]
+    return trained_params(self.learn.opt, [])
+
+@patch
+def _zero(self:NoiseScale):
+    "Return a zero on the device and in the precision in which squared norms are summed"
+    device = self._params()[0].device
+    return torch.zeros((), dtype=torch.float32 if device.type=='mps' else torch.float64, device=device)
 
 # %% ../nbs/07_noise_scale.ipynb #measure
 @patch
@@ -246,13 +241,10 @@ def before_step(self:NoiseScale):
     "Measure the step: all of its micro-batches have run, so `p.grad` is the gradient of its loss"
     step = self.acc.current_step
     self.samples_since_reading += step.mean.samples
-    if self.steps_until_measured: return
-    params = self._params()
-    device = params[0].device
-    dtype = torch.float32 if device.type=='mps' else torch.float64
-    totals = torch.zeros(4, dtype=dtype, device=device)
-    for o in self.micro_batches: totals += o.totals(device, dtype)
-    mean_sq = _squared([_norm(p.grad) for p in params if p.grad is not None], device, dtype)
+    if self.n_steps<self.next_measured: return
+    zero = self._zero()
+    totals = sum(self.micro_batches, zero.expand(4))
+    mean_sq = _squared([_norm(p.grad) for p in self._params() if p.grad is not None], zero)
     numbers = torch.stack([*step.processes.sum(*totals),mean_sq])
     self._read(step.mean, *numbers.tolist())   # `tolist` synchronizes the GPU: once for all numbers
 
@@ -260,17 +252,16 @@ def before_step(self:NoiseScale):
 def after_step(self:NoiseScale):
     self.undo_patches()
     self.n_steps += 1
-    self.steps_until_measured = max(0, self.steps_until_measured-1)
     if hasattr(self.learn, 'recorder'): self.learn.recorder.noise_scale.append(self.noise_scale)
 
 # %% ../nbs/07_noise_scale.ipynb #read
 @patch
 def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     "Add a reading of `k` micro-batches with `n` samples, or warn why the step cannot be measured"
-    # If a gradient has overflowed, or `_note_norm` could not measure a norm, return before the counter
-    # is reset, so that the next step is measured instead.
+    # If a gradient has overflowed, or `_note_norm` could not measure a norm, return before
+    # `next_measured` is set, so that the next step is measured instead.
     if not np.isfinite([squares,mean_sq]).all(): return
-    self.steps_until_measured = self.every   # `after_step` subtracts 1 per step, also for this step
+    self.next_measured = self.n_steps+self.every
     if round(n)<mean.samples:
         return self.warn_once('cannot-measure/no-gradient')
     if k==1: return self.warn_once('cannot-measure/one-micro-batch')

@@ -155,12 +155,11 @@ def one_cycle(learn:Learner, cbs:list):
 # %% ../nbs/12_testing.ipynb #compare
 def _flat(o):
     "Return all numbers in the nested object `o`, in order, as a list of double-precision tensors"
-    if isinstance(o, (np.ndarray,np.number)): o = torch.as_tensor(o)
+    if isinstance(o, (np.ndarray,np.number,int,float)): o = torch.as_tensor(o, dtype=torch.float64)
     if isinstance(o, torch.Tensor): return [o.detach().to_dense().cpu().double().flatten()]
     if isinstance(o, dict): return [t for k in sorted(o, key=str) for t in _flat(o[k])]
     if isinstance(o, (list,tuple)) or hasattr(o, 'items'): return [t for v in o for t in _flat(v)]
     if o is None or isinstance(o, str): return []
-    if isinstance(o, (int,float)): return [torch.tensor([float(o)], dtype=torch.float64)]
     raise TypeError(f"do not know how to compare {o!r}, which is of type {type(o).__name__}")
 
 def deviation(a:object, b:object)->float: # Infinite if `a` and `b` do not hold equally many numbers
@@ -176,11 +175,12 @@ def deviation(a:object, b:object)->float: # Infinite if `a` and `b` do not hold 
 
 def deviations(a:Learner, b:Learner)->dict[str,float]:
     "Return the largest deviation between two trained Learners for each kind of state, by name"
-    values = dict(weights=lambda l: l.model.state_dict(), opt=lambda l: l.opt.state_dict()['state'],
-        hypers=lambda l: l.opt.hypers, grads=lambda l: [p.grad for p in l.model.parameters()],
-        train_iter=lambda l: l.train_iter, pct_train=lambda l: l.pct_train)
-    res = {name:deviation(f(a), f(b)) for name,f in values.items()}
-    if hasattr(a, 'recorder'):
-        for name in ('lrs','losses','iters','values','hps'):
-            res[name] = deviation(*(getattr(o.recorder, name, []) for o in (a,b)))
-    return res
+    def state(learn):
+        res = dict(weights=learn.model.state_dict(), opt=learn.opt.state_dict()['state'],
+            hypers=learn.opt.hypers, grads=[p.grad for p in learn.model.parameters()],
+            train_iter=learn.train_iter, pct_train=learn.pct_train)
+        if not hasattr(learn, 'recorder'): return res
+        names = 'lrs','losses','iters','values','hps'
+        return res|{name:getattr(learn.recorder, name, []) for name in names}
+    of_a,of_b = state(a),state(b)
+    return {name:deviation(o, of_b[name]) for name,o in of_a.items()}

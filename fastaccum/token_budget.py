@@ -23,21 +23,7 @@ from .step.batch import container_like, has_rows, is_mapping, leaves, pick
 from .step.split import Division, MicroBatchLimit, is_close
 
 
-# %% ../nbs/11_token_budget.ipynb #lengths
-def _spans(mask):
-    "Return, for each row of `mask`, the column of its first token and the column after its last token"
-    width = mask.shape[1]
-    columns = torch.arange(width, device=mask.device)
-    first = torch.where(mask, columns, width).amin(1)
-    stop = torch.where(mask, columns+1, 0).amax(1)
-    return first,stop
-
 # %% ../nbs/11_token_budget.ipynb #mask-of-lengths
-def _is_constant(x, where):
-    "Whether `x` has a single value where `where` is true, as a tensor (does not synchronize the GPU)"
-    x = x.detach().float()
-    return x.masked_fill(~where, torch.inf).amin()>=x.masked_fill(~where, -torch.inf).amax()
-
 def _mask_of_lengths(lengths, padded, n, padding_side):
     """Return a mask of tokens for the `n` rows of `padded`, in which row `i` has `lengths[i]` tokens
 
@@ -56,34 +42,32 @@ def _mask_of_lengths(lengths, padded, n, padding_side):
     return columns<lengths[:,None]
 
 # %% ../nbs/11_token_budget.ipynb #division
+def _is_constant(x, mask):
+    "Whether `x` has a single value where `mask` is false, as a tensor (does not synchronize the GPU)"
+    x = x.detach().float()
+    return x.masked_fill(mask, torch.inf).amin()>=x.masked_fill(mask, -torch.inf).amax()
+
 class TokenDivision(Division):
     "Divides `n` rows of a batch, sorted by length, into micro-batches of at most `budget` padded tokens"
     def __init__(self, b:tuple, n:int, mask:torch.Tensor, budget:int, sorts:bool=True):
         super().__init__(n)
         self.budget = budget
         self.width = mask.shape[1]   # columns of the batch, including columns of padding
-        first,stop = _spans(mask)
         columns = torch.arange(self.width, device=mask.device)
+        # for each row, the column of its first token, and the column after its last token
+        first = torch.where(mask, columns, self.width).amin(1)
+        stop = torch.where(mask, columns+1, 0).amax(1)
         # `self.mask` is true from the first to the last token of a row, even if `mask` has gaps
         self.mask = (columns>=first[:,None]) & (columns<stop[:,None])
         tensors = [o for o in leaves(b) if has_rows(o, n) and o.ndim==2 and self.has_columns(o)]
         padding_on_left = (stop==self.width).all() & (first>0).any()
-        # Labels that were shifted to the next token have one column fewer than the tokens. `trim` cuts
-        # as many columns off the labels as off the tokens, on the side of the padding. So the labels'
-        # mask lacks the column at the other side: the last one if the padding is on the left, otherwise
-        # the first.
-        mask_of_next_labels = torch.where(padding_on_left, self.mask[:,:-1], self.mask[:,1:])
-        is_constant = []
-        for o in tensors:
-            has_tokens = self.mask if o.shape[1]==self.width else mask_of_next_labels
-            is_constant.append(_is_constant(o, ~has_tokens.to(o.device)).to(mask.device)[None])
+        are_padded = self._are_padded(tensors, padding_on_left)
         # a single `tolist` for all numbers, because each `tolist` synchronizes the GPU
-        numbers = torch.cat([first,stop,padding_on_left[None],*is_constant]).tolist()
+        numbers = torch.cat([first,stop,padding_on_left[None],*are_padded]).tolist()
         first,stop = numbers[:n],numbers[n:2*n]
-        self.padding_on_left = numbers[2*n]
-        is_constant = numbers[2*n+1:]
+        self.padding_on_left,*are_padded = numbers[2*n:]
         # do not trim a tensor whose values differ within the columns of padding: these values are data
-        self.untrimmed = [o for o,is_padded in zip(tensors, is_constant) if not is_padded]
+        self.untrimmed = [o for o,is_padded in zip(tensors, are_padded) if not is_padded]
         lengths = [self.width-i for i in first] if self.padding_on_left else stop
         lengths = [max(1, o) for o in lengths]
         self.order = list(range(n))   # row numbers, in the order in which micro-batches take the rows
@@ -91,6 +75,16 @@ class TokenDivision(Division):
         if sorts and not fits_one_micro_batch: self.order.sort(key=lambda i: -lengths[i])
         self.lengths = [lengths[i] for i in self.order]             # tokens in each row, in this order
         self.index = torch.tensor(self.order, device=mask.device)   # `order` as a tensor, to select rows
+
+    def _are_padded(self, tensors, padding_on_left):
+        "Return, for each tensor, whether its padded positions have a single value, as a tensor"
+        # Labels that were shifted to the next token have one column fewer than the tokens. `trim` cuts
+        # as many columns off the labels as off the tokens, on the side of the padding. So the labels'
+        # mask lacks the column at the other side: the last one if the padding is on the left, otherwise
+        # the first.
+        of_next_labels = torch.where(padding_on_left, self.mask[:,:-1], self.mask[:,1:])
+        masks = [self.mask if o.shape[1]==self.width else of_next_labels for o in tensors]
+        return [_is_constant(o, m.to(o.device)).to(m.device)[None] for o,m in zip(tensors, masks)]
 
     def is_whole(self, start:int, stop:int)->bool:
         "Whether the micro-batch is the whole batch, with nothing to trim"
@@ -100,9 +94,8 @@ class TokenDivision(Division):
 @patch
 def has_columns(self:TokenDivision, x:torch.Tensor)->bool:
     "Whether `x` has as many columns as the mask, or one fewer, as next-token labels have"
-    if x.ndim<2: return False
-    is_next_labels = x.ndim==2 and x.shape[1]==self.width-1
-    return x.shape[1]==self.width or is_next_labels
+    is_next_labels = x.shape[1:]==(self.width-1,)
+    return x.shape[1:2]==(self.width,) or is_next_labels
 
 @patch
 def trimmed_width(self:TokenDivision, start:int, stop:int)->int:
@@ -113,8 +106,7 @@ def trimmed_width(self:TokenDivision, start:int, stop:int)->int:
 @patch
 def end_of(self:TokenDivision, start:int, end:int, max_samples:int|None)->int:
     "Return the end of the micro-batch that starts at row `start`: the row after its last row"
-    longest = max(self.lengths[start:end])
-    n_rows = max(1, self.budget//longest)
+    n_rows = max(1, self.budget//self.trimmed_width(start, end))
     if max_samples is not None: n_rows = min(n_rows, max_samples)
     return min(end, start+n_rows)
 
@@ -259,6 +251,26 @@ def _outputs(model, xb):
 _rounding_tols = {torch.float64:1e-8, torch.float32:1e-3}
 
 @patch
+def outputs_for_tokens(self:TokenDivision,
+    trimmed:torch.Tensor, # Output for a trimmed micro-batch
+    padded:torch.Tensor, # Output for the same micro-batch with all its padding
+    start:int, # First row of the micro-batch
+    stop:int # Row after its last row
+)->tuple|None: # `None` if the outputs have different shapes, but no column for each token
+    "Return two outputs in the same shape, with zeros where a row has no token"
+    if trimmed.shape==padded.shape: return trimmed,padded
+    if padded.ndim<2: return None
+    mask = self.part_of_tensor(self.mask, start, stop)
+    # some language models have no output for the first or for the last token
+    n_without_output = self.width-padded.shape[1]
+    has_columns = n_without_output in (0,1) and trimmed.shape[:2]==mask[:,n_without_output:].shape
+    # the second dimension of other outputs, such as attention weights, does not count tokens
+    if not has_columns: return None
+    is_token = mask[:,n_without_output:] & mask[:,:mask.shape[1]-n_without_output]
+    is_token = is_token.reshape(*is_token.shape, *[1]*(trimmed.ndim-2))
+    return tuple(torch.where(is_token, o, 0) for o in (trimmed,self.trim(padded, start, stop)))
+
+@patch
 def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     "Warn if removing a micro-batch's padding changes the model's output; synchronizes the GPU"
     cuts = [o for o in division.bounds(None) if division.trimmed_width(*o)<division.width]
@@ -271,24 +283,13 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     # In its forward pass, DistributedDataParallel waits for the other processes, but perhaps these do
     # not compare outputs in this batch: run the model without this wrapper
     if isinstance(model, DistributedDataParallel): model = model.module
-    try:
-        trimmed = _outputs(model, division.part(xb, *cut, trims=True))
-        padded = _outputs(model, division.part(xb, *cut, trims=False))
+    try: trimmed,padded = (_outputs(model, division.part(xb, *cut, trims=o)) for o in (True,False))
     except Exception: return   # the fit runs the model as well, and raises the error
-    mask = division.part_of_tensor(division.mask, *cut)
-    dtypes_by_size = {o.dtype.itemsize:o.dtype for o in model.parameters() if o.is_floating_point()}
-    for x,y in zip(trimmed, padded):
-        if x.shape!=y.shape:
-            if y.ndim<2: continue
-            # some language models have no output for the first or for the last token
-            n_without_output = division.width-y.shape[1]
-            has_columns = n_without_output in (0,1) and x.shape[:2]==mask[:,n_without_output:].shape
-            # skip outputs whose second dimension does not count tokens, such as attention weights
-            if not has_columns: continue
-            is_token = mask[:,n_without_output:] & mask[:,:mask.shape[1]-n_without_output]
-            is_token = is_token.reshape(*is_token.shape, *[1]*(x.ndim-2))
-            x,y = (torch.where(is_token, o, 0) for o in (x,division.trim(y, *cut)))
-        least_precise = dtypes_by_size[min(dtypes_by_size)] if dtypes_by_size else x.dtype
-        tol = _rounding_tols.get(least_precise, 2e-2)   # 2e-2 for half precision
+    dtypes = {o.dtype for o in model.parameters() if o.is_floating_point()}
+    for outputs in zip(trimmed, padded):
+        compared = division.outputs_for_tokens(*outputs, *cut)
+        if compared is None: continue
+        x,y = compared
+        tol = max(_rounding_tols.get(o, 2e-2) for o in dtypes or {x.dtype})   # 2e-2: half precision
         if is_close(x, y, tol): continue
         return warn_once('padding-counts', self, n=min(n_rows, division.n))

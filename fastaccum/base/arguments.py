@@ -28,8 +28,8 @@ def check_count(name:str, n:object, unit:str='sample', or_else:str='')->int:
     ValueError: `n` is below 1
     """
     if isinstance(n, bool) or not isinstance(n, Integral):
-        is_auto = isinstance(n, str) and n.lower()=='auto'
-        means_auto = is_auto and name in ('accum_bs','n_acc','n_batches','micro_batch_size')
+        sizes = 'accum_bs','n_acc','n_batches','micro_batch_size'
+        means_auto = name in sizes and str(n).lower()=='auto'
         number = str(n).removesuffix('.0')
         remedy = f': write `{number}`' if number.isdecimal() else ''
         hint = ". Did you mean `micro_batch_size='auto'`?" if means_auto else remedy
@@ -43,9 +43,8 @@ def check_bool(name:str, o:object, if_none:str='')->bool|None:
 
     TypeError: `o` is not one of these values
     """
-    may_be_none = bool(if_none)
-    if isinstance(o, bool) or may_be_none and o is None: return o
-    choices = f'True, False or None ({if_none})' if may_be_none else 'True or False'
+    if isinstance(o, bool) or if_none and o is None: return o
+    choices = f'True, False or None ({if_none})' if if_none else 'True or False'
     raise refuse('true-or-false', name, choices, o)
 
 def check_name(name:str, o:object, choices:tuple):

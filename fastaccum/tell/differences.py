@@ -324,7 +324,7 @@ def _check_plan(self:Warnings):
     loop = self.loop
     sizes = loop.loader.sizes
     here = loop.processes.rank
-    joined = next((o for o in loop.loader.steps.kinds() if o.sizes[here]>sizes.micro_bs), None)
+    joined = next((o for o in loop.loader.steps if o.sizes[here]>sizes.micro_bs), None)
     if joined is None: return
     self.done.add('fit')
     self._check_fit(sizes.micro_bs, joined.sizes[here], sum(joined.sizes))

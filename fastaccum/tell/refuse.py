@@ -26,9 +26,7 @@ from ..step.split import MicroBatchLimit
 # %% ../../nbs/tell/00_refuse.ipynb #own-loop
 def _is_replaced(learn, name):
     "Whether the Learner's method `name` is not fastai's, so that it may not run micro-batches"
-    f = vars(learn).get(name) or getattr(type(learn), name)
-    f = getattr(f, '__func__', f)
-    module = getattr(f, '__module__', None) or ''
+    module = getattr(getattr(learn, name), '__module__', None) or ''
     # tsai's `one_batch` can run micro-batches: it differs from fastai's only in moving the batch to the
     # device
     is_tsais = (module,name)==('tsai.learner','one_batch')
@@ -94,8 +92,8 @@ def _is_user_hook(hook):
 
 def hooked_params(model:nn.Module)->list:
     "List the names of the parameters on which the user has registered a hook with `register_hook`"
-    trained = [(name,p) for name,p in model.named_parameters() if p.requires_grad]
-    return [name for name,p in trained if any(map(_is_user_hook, (p._backward_hooks or {}).values()))]
+    return [name for name,p in model.named_parameters()
+        if p.requires_grad and any(map(_is_user_hook, (p._backward_hooks or {}).values()))]
 
 # %% ../../nbs/tell/00_refuse.ipynb #layers
 def batchnorms(model:nn.Module)->list:

@@ -273,6 +273,7 @@ def fails(pos): return 1//0
 @pytest.mark.parametrize('f,words', [
     (lambda: GradientAccumulation(16).plan(toy(4).dls, None), '`n_epoch` must be a whole number of epochs, got None'),
     (lambda: GradientAccumulation(16).plot_sched(toy(4).dls, 0), '`n_epoch` must be at least 1, got 0'),
+    (lambda: GradientAccumulation(128, drop_last=True).plot_sched(toy(4).dls), 'too few for a step of 128'),
     (lambda: toy(4).fit('a', cbs=GradientAccumulation(16)), "`n_epoch` must be a whole number of epochs, got 'a'"),
     (lambda: GradientAccumulationSchedule(10**400, 16), '`schedule` raised OverflowError .* at progress 0,'),
     (lambda: GradientAccumulationSchedule(4, 16, schedule=fails), 'ZeroDivisionError .* at progress 0,'),

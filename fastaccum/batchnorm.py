@@ -21,13 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from .base.arguments import check_count, check_function, our_callback
 from .base.messages import refuse, text_of, warn
 from .restore.dry_run import Snapshot, loader_state
-from .restore.state import (PatchingCallback, QuietCallback, devices_of, rng_state,
-    set_rng_state, uninterrupted)
+from .restore.state import PatchingCallback, QuietCallback, devices_of, uninterrupted
 from .step.batch import n_samples
 from .step.loader import n_of, resizable, size_of, with_size
 from .step.memory import is_out_of_memory
 from .step.processes import check_not_sharded, world_size
-
 
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
@@ -276,8 +274,8 @@ def estimate(self:_Recalibration):
     stats = Snapshot(*estimated)
     loader_states = [loader_state(o) for o in loaders]
     shallow = learn,*loaders,*model.modules()
-    rest = Snapshot(*other_buffers, loader_states, shallow=shallow, skip=[*estimated,*datasets])
-    rest.restores.append((set_rng_state, rng_state(devices_of(model.modules()))))
+    rest = Snapshot(*other_buffers, loader_states, shallow=shallow, skip=[*estimated,*datasets],
+        devices=devices_of(model.modules()))
     try: self._train_mode_pass()
     except BaseException as e:
         uninterrupted(stats.put_back)

@@ -78,12 +78,11 @@ class RecalibrateBN(QuietCallback):
 
     def before_fit(self):
         recalibration = self._recalibration()
-        if recalibration is None or recalibration.layers: return
-        warn('no-batchnorm/callback', recalibration.reason)
+        if recalibration and not recalibration.layers: warn('no-batchnorm/callback', recalibration.reason)
 
     def before_validate(self):
         recalibration = self._recalibration()
-        if recalibration is not None and recalibration.layers: recalibration.estimate()
+        if recalibration and recalibration.layers: recalibration.estimate()
 
 # %% ../nbs/05_batchnorm.ipynb #layers
 def bn_layers(model:nn.Module)->list:
@@ -267,15 +266,13 @@ def estimate(self:_Recalibration):
     """
     learn,model = self.learn,self.model
     dl = learn.dls.train
-    loaders = [dl] if _inner(dl) is dl else [dl,_inner(dl)]
+    loaders = dl,_inner(dl)
     estimated = {b for m in self.layers for b in m.buffers()}
-    other_buffers = [b for b in model.buffers() if b not in estimated]
     datasets = [getattr(o, 'dataset', None) for o in loaders]
     stats = Snapshot(*estimated)
     loader_states = [loader_state(o) for o in loaders]
-    shallow = learn,*loaders,*model.modules()
-    rest = Snapshot(*other_buffers, loader_states, shallow=shallow, skip=[*estimated,*datasets],
-        devices=devices_of(model.modules()))
+    rest = Snapshot(*model.buffers(), loader_states, shallow=(learn,*loaders,*model.modules()),
+        skip=[*estimated,*datasets], devices=devices_of(model.modules()))
     try: self._train_mode_pass()
     except BaseException as e:
         uninterrupted(stats.put_back)

@@ -69,13 +69,13 @@ def _note(self:Snapshot, o):
     "Record the state of `o`, and return the objects that `o` refers to"
     if id(o) in self.seen or isinstance(o, _constants): return []
     self.seen[id(o)] = o
-    refs = []
     if hasattr(type(o), '__next__'): self.iterators.append(o)
     if isinstance(o, torch.Tensor): return self._note_tensor(o)
     if isinstance(o, MethodType): return [o.__self__,o.__func__]
     if isinstance(o, FunctionType) and self.closures: return self._note_function(o)
     if isinstance(o, partial): return [o.func,*o.args,*o.keywords.values()]
     if isinstance(o, (tuple,frozenset)): return list(o)
+    refs = []
     if isinstance(o, (dict,list,set,deque)):
         refs = items_of(o)
         self.restores.append((put_items, o, refs))
@@ -106,7 +106,7 @@ def _note_tensor(self:Snapshot, t):
 
 def _put_tensor(t, value, device, requires_grad, grad):
     "Restore a tensor and its gradient, in place if possible"
-    if t.is_leaf and t.requires_grad!=requires_grad: t.requires_grad_(requires_grad)
+    if t.is_leaf: t.requires_grad_(requires_grad)
     is_alike = (t.device,t.dtype,t.shape,t.stride())==(device,value.dtype,value.shape,value.stride())
     if is_alike: t.data.copy_(value)
     else: t.data = value.to(device, copy=True)

@@ -280,16 +280,15 @@ class Patch:
         self.o = o
         self.name = name
         self.f = f
-        self.original = None   # the method that `apply` has replaced, so that `f` can call it
-        # the value of `vars(o)[name]` before `apply`, or `None` if the method comes from the class of
-        # `o`: `undo` then only deletes `f`
-        self.own_attr = None
 
     def apply(self):
         "Replace the method"
         attrs = vars(self.o)
         if attrs.get(self.name)==self.f: return
+        # the value of `vars(o)[name]`, or `None` if the method comes from the class of `o`: `undo` then
+        # only deletes `f`
         self.own_attr = attrs.get(self.name)
+        # the method that is replaced, so that `f` can call it
         self.original = getattr(self.o, self.name, None)
         attrs[self.name] = self.f
 

@@ -12,7 +12,7 @@ import math, torch
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ..base.messages import refuse, text_of
@@ -96,7 +96,7 @@ def _cut_run(seq, name, start, stop, finely):
     for i,n in enumerate(sizes, start):
         if n and n_before>=per_segment*len(starts): starts.append(i)
         n_before += n
-    for a,b in zip(starts, [*starts[1:],stop]):
+    for a,b in pairwise([*starts,stop]):
         part = children[a:b]
         n_modules = sum(not isinstance(o, _containers) for m in part for o in m.modules())
         # Skip a part whose recomputation saves little memory: a single module, or modules without

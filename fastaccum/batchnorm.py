@@ -78,7 +78,8 @@ class RecalibrateBN(QuietCallback):
 
     def before_fit(self):
         recalibration = self._recalibration()
-        if recalibration and not recalibration.layers: warn('no-batchnorm/callback', recalibration.reason)
+        if recalibration and not recalibration.layers:
+            warn('no-batchnorm/callback', recalibration.reason)
 
     def before_validate(self):
         recalibration = self._recalibration()
@@ -172,7 +173,11 @@ def _batch_size(learn, bs):
 
 # %% ../nbs/05_batchnorm.ipynb #recalibration
 class _Recalibration:
-    "A pass over training batches that re-estimates the statistics of a Learner's BatchNorm layers"
+    """A pass over training batches that re-estimates the statistics of a Learner's BatchNorm layers
+
+    ValueError: the model is sharded over several processes
+    RuntimeError: there are several processes, and a layer is a SyncBatchNorm
+    """
     def __init__(self, learn, bs, n):
         if bs is not None: check_count('bs', bs)
         self.learn = learn
@@ -182,7 +187,11 @@ class _Recalibration:
         frozen = {m for cb in freezing for m in cb.layers_of(self.model)}
         # the layers whose statistics are estimated
         self.layers = [m for m in bn_layers(self.model) if _trains(m) and m not in frozen]
-        if self.layers and world_size()>1: self._refuse_sync()
+        # a model whose forward pass exchanges data between processes
+        if self.layers and world_size()>1:
+            check_not_sharded(self.model)
+            if any(isinstance(m, nn.SyncBatchNorm) for m in self.layers):
+                raise refuse('sync-batchnorm')
         # samples in a batch; `None`: use the loader's batches as they are
         self.bs = _batch_size(learn, bs)
 
@@ -191,16 +200,6 @@ class _Recalibration:
         "Why there is no layer to re-estimate, in words"
         if bn_layers(self.model): return text_of('all-frozen')
         return text_of('without-batchnorm', self.model)
-
-    def _refuse_sync(self):
-        """Reject a model whose forward pass exchanges data between processes
-
-        ValueError: the model is sharded
-        RuntimeError: a layer is a SyncBatchNorm
-        """
-        check_not_sharded(self.model)
-        if any(isinstance(m, nn.SyncBatchNorm) for m in self.layers):
-            raise refuse('sync-batchnorm')
 
 # %% ../nbs/05_batchnorm.ipynb #pass
 def _first_batches(dl, bs, n):

@@ -184,9 +184,9 @@ class ForwardState:
         self.autocast = autocast_state(self.devices)   # for `set_autocast_state`, which restores it
         self.modes = [(m,m.training) for m in self.modules]
         self.buffers = [(m._buffers,dict(m._buffers)) for m in self.modules if m._buffers]
-        # `id` of a buffer -> (buffer, its version number, copy of its values). `detach` keeps the copy out
-        # of autograd's graph. So would `no_grad`, but if Ctrl-C came at the end of its block, gradients
-        # would stay switched off.
+        # `id` of a buffer -> (buffer, its version number, copy of its values). `detach` keeps the copy
+        # out of autograd's graph. So would `no_grad`, but if Ctrl-C came at the end of its block,
+        # gradients would stay switched off.
         self.copies = {id(b):(b,b._version,b.detach().clone()) for _,buffers in self.buffers
             for b in buffers.values() if copy and b is not None and not b.is_inference()}
         # modules from `torch.nn` keep their state in buffers, not in attributes

@@ -159,7 +159,13 @@ def _run_all(self:ReplayedForward):
             stop = self.division.end_of(start, self.n, self.max_samples)
             hidden.select(start, stop)
             state = ForwardState(self.modules, devices)
-            def run(): outs.append(self._run_part(start, stop))
+            has_graph = self.learns and stop==self.n   # only in the last micro-batch
+            def run():
+                # autocast's cache has weights that earlier micro-batches cast under `no_grad`: if this
+                # micro-batch used them, the parameters would get no gradients
+                if has_graph: torch.clear_autocast_cache()
+                with torch.set_grad_enabled(has_graph), self.no_sync():
+                    outs.append(self.run(start, stop))
             is_done = self.cb.limit.attempt(stop-start, self.training, run, state.put_back)
             if not is_done: continue
             state.settle()
@@ -168,15 +174,6 @@ def _run_all(self:ReplayedForward):
             start = stop
     finally: hidden.restore()
     return outs
-
-@patch
-def _run_part(self:ReplayedForward, start, stop):
-    "Run a micro-batch, with a graph only if it is the last one; return its outputs"
-    has_graph = self.learns and stop==self.n
-    # autocast's cache has weights that earlier micro-batches cast under `no_grad`: if this micro-batch
-    # used them, the parameters would get no gradients
-    if has_graph: torch.clear_autocast_cache()
-    with torch.set_grad_enabled(has_graph), self.no_sync(): return self.run(start, stop)
 
 # %% ../../nbs/whole/00_replay.ipynb #find-rows
 @patch
@@ -214,8 +211,8 @@ def _with_node(self:ReplayedForward, res, flat):
     self.last_outs = flat[-1]
     # outputs of the first micro-batch, to be compared with the outputs when it runs again
     self.first_outs = flat[0] if len(flat)>1 and not self.cb.checked else None
-    # (tensor, its version number) of each input and parameter. A change in place increases the number, so
-    # `backward` can refuse to run the model again with changed values.
+    # (tensor, its version number) of each input and parameter. A change in place increases the number,
+    # so `backward` can refuse to run the model again with changed values.
     self.versions = [(o,o._version) for o in (*self.tensors,*self.model.parameters())]
     params = [*self.model.parameters(),*(o for _,o in self.inputs.values())]
     # Sums of the gradients over the micro-batches back-propagated so far.
@@ -258,7 +255,7 @@ def backward(self:ReplayedForward, grads:tuple)->list:
     self.sums.add()   # move the gradients of the step's earlier batches from `p.grad` to the sums
     self._replay_all(grads)
     for m in self.exchanges: self._exchange(m)
-    for p,g in self.sums.sums.items(): p.grad = g.to(p.dtype)
+    for p,g in self.sums.pop().items(): p.grad = g.to(p.dtype)
     self.cb.limit.report(self.training)
     input_grads = [o.grad for _,o in self.inputs.values()]
     vars(self).clear()   # autograd's graph may keep this object alive: free its tensors

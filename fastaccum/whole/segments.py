@@ -115,7 +115,8 @@ def _segments_of(m, name, counts):
 def _segments_inside(m, name, counts, finely=False):
     "Yield the segments of the children of `m`; a sequence's runs of layers (`_is_plain`) are cut"
     if not _is_sequence(m):
-        for key,child in m.named_children(): yield from _segments_of(child, _child_name(name, key), counts)
+        for key,child in m.named_children():
+            yield from _segments_of(child, _child_name(name, key), counts)
         return
     start = 0
     for is_plain,group in groupby(m, _is_plain):

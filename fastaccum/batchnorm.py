@@ -21,13 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from .base.arguments import check_count, check_function, our_callback
 from .base.messages import refuse, text_of, warn
 from .restore.dry_run import Snapshot, loader_state
-from .restore.state import (PatchingCallback, QuietCallback, devices_of, rng_state,
-    set_rng_state, uninterrupted)
+from .restore.state import PatchingCallback, QuietCallback, devices_of, uninterrupted
 from .step.batch import n_samples
 from .step.loader import n_of, resizable, size_of, with_size
 from .step.memory import is_out_of_memory
 from .step.processes import check_not_sharded, world_size
-
 
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
@@ -80,12 +78,12 @@ class RecalibrateBN(QuietCallback):
 
     def before_fit(self):
         recalibration = self._recalibration()
-        if recalibration is None or recalibration.layers: return
-        warn('no-batchnorm/callback', recalibration.reason)
+        if recalibration and not recalibration.layers:
+            warn('no-batchnorm/callback', recalibration.reason)
 
     def before_validate(self):
         recalibration = self._recalibration()
-        if recalibration is not None and recalibration.layers: recalibration.estimate()
+        if recalibration and recalibration.layers: recalibration.estimate()
 
 # %% ../nbs/05_batchnorm.ipynb #layers
 def bn_layers(model:nn.Module)->list:
@@ -175,7 +173,11 @@ def _batch_size(learn, bs):
 
 # %% ../nbs/05_batchnorm.ipynb #recalibration
 class _Recalibration:
-    "A pass over training batches that re-estimates the statistics of a Learner's BatchNorm layers"
+    """A pass over training batches that re-estimates the statistics of a Learner's BatchNorm layers
+
+    ValueError: the model is sharded over several processes
+    RuntimeError: there are several processes, and a layer is a SyncBatchNorm
+    """
     def __init__(self, learn, bs, n):
         if bs is not None: check_count('bs', bs)
         self.learn = learn
@@ -185,7 +187,11 @@ class _Recalibration:
         frozen = {m for cb in freezing for m in cb.layers_of(self.model)}
         # the layers whose statistics are estimated
         self.layers = [m for m in bn_layers(self.model) if _trains(m) and m not in frozen]
-        if self.layers and world_size()>1: self._refuse_sync()
+        # a model whose forward pass exchanges data between processes
+        if self.layers and world_size()>1:
+            check_not_sharded(self.model)
+            if any(isinstance(m, nn.SyncBatchNorm) for m in self.layers):
+                raise refuse('sync-batchnorm')
         # samples in a batch; `None`: use the loader's batches as they are
         self.bs = _batch_size(learn, bs)
 
@@ -194,16 +200,6 @@ class _Recalibration:
         "Why there is no layer to re-estimate, in words"
         if bn_layers(self.model): return text_of('all-frozen')
         return text_of('without-batchnorm', self.model)
-
-    def _refuse_sync(self):
-        """Reject a model whose forward pass exchanges data between processes
-
-        ValueError: the model is sharded
-        RuntimeError: a layer is a SyncBatchNorm
-        """
-        check_not_sharded(self.model)
-        if any(isinstance(m, nn.SyncBatchNorm) for m in self.layers):
-            raise refuse('sync-batchnorm')
 
 # %% ../nbs/05_batchnorm.ipynb #pass
 def _first_batches(dl, bs, n):
@@ -269,15 +265,13 @@ def estimate(self:_Recalibration):
     """
     learn,model = self.learn,self.model
     dl = learn.dls.train
-    loaders = [dl] if _inner(dl) is dl else [dl,_inner(dl)]
+    loaders = dl,_inner(dl)
     estimated = {b for m in self.layers for b in m.buffers()}
-    other_buffers = [b for b in model.buffers() if b not in estimated]
     datasets = [getattr(o, 'dataset', None) for o in loaders]
     stats = Snapshot(*estimated)
     loader_states = [loader_state(o) for o in loaders]
-    shallow = learn,*loaders,*model.modules()
-    rest = Snapshot(*other_buffers, loader_states, shallow=shallow, skip=[*estimated,*datasets])
-    rest.restores.append((set_rng_state, rng_state(devices_of(model.modules()))))
+    rest = Snapshot(*model.buffers(), loader_states, shallow=(learn,*loaders,*model.modules()),
+        skip=[*estimated,*datasets], devices=devices_of(model.modules()))
     try: self._train_mode_pass()
     except BaseException as e:
         uninterrupted(stats.put_back)

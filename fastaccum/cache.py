@@ -46,12 +46,6 @@ class GradientCache(PatchingCallback):
     forward_patch = None
     # the `ReplayedForward` that has run this batch; `None` again when the backward pass begins
     call = None
-    # `model.training` (True or False) -> for each output of the model, whether it has a row per sample
-    has_rows_by_mode = None
-    graph_checked = False   # whether the graph of a loss of this fit was searched for kept activations
-    # Whether this fit has compared the outputs of the two runs of a micro-batch: one in the forward
-    # pass, and one in the backward pass.
-    checked = False
     @by_name('micro_batch_size')
     def __init__(self, *,
         # Maximum samples that the model sees at once, 'auto' (as many as fit in memory), an `AutoSize`
@@ -91,28 +85,29 @@ def check_cached(learn:Learner, limit:MicroBatchLimit):
 
 # %% ../nbs/03_cache.ipynb #begin
 @patch
-def _warn_nothing_split(self:GradientCache):
-    "Warn if `micro_batch_size` exceeds the batch size, because the user may have wanted larger batches"
-    bs,size = size_of(self.learn.dls.train),self.limit.fixed_size
-    if bs is None or size is None or size<=bs: return
-    self.warn_once('micro-batch-size/cache', size, bs, dl=self.learn.dls.train)
-
-@patch
 def before_fit(self:GradientCache):
     # `learn.validate` and `learn.get_preds` also send `before_fit`: keep the state of the last fit,
     # so that its warnings are not repeated
     if self.validates and self.warn_once is not None: return
     uninterrupted(self.undo_patches)
     self.warn_once = WarnOnce(self.learn)
+    # `model.training` (True or False) -> for each output of the model, whether it has a row per sample
     self.has_rows_by_mode = {}
-    self.checked = self.graph_checked = False
+    # whether the graph of a loss of this fit was searched for kept activations
+    self.graph_checked = False
+    # whether this fit has compared the outputs of the two runs of a micro-batch: one in the forward
+    # pass, and one in the backward pass
+    self.checked = False
     self.limit.forget_failure()
     if self.validates: return
     check_cached(self.learn, self.limit)
     accumulates = our_callback(self.learn, 'GradientAccumulation') is not None
     # in a fit with GradientAccumulation, that callback gives the same warning
     if not accumulates: warn_comm_hooks(Processes(self.learn.model), self.warn_once)
-    self._warn_nothing_split()
+    # the user may have wanted larger batches
+    bs,size = size_of(self.learn.dls.train),self.limit.fixed_size
+    if bs and size and size>bs:
+        self.warn_once('micro-batch-size/cache', size, bs, dl=self.learn.dls.train)
 
 # %% ../nbs/03_cache.ipynb #events
 @patch

@@ -75,18 +75,14 @@ def check_segments(segments:object)->object:
     raise refuse('segments', segments)
 
 # %% ../nbs/04_checkpoint.ipynb #inputs
-class _KeptInputs:
-    "The arguments of a call, stored without their autograd graph so that the call can be repeated"
-    def __init__(self, args, kwargs):
-        leaves,self.nesting = tree_flatten((args,kwargs))
-        without_graph = {id(o):_without_graph(o) for o in leaves if isinstance(o, torch.Tensor)}
-        self.tensors = list(without_graph.values())
-        self.non_tensors = [o for o in leaves if id(o) not in without_graph]
-        self.leaves = [without_graph.get(id(o), o) for o in leaves]   # tensors and non-tensors, in order
+def _kept_inputs(args, kwargs):
+    """Return the inputs of a call without their autograd graph, so that the call can be repeated
 
-    def rebuilt(self)->tuple:
-        "Return the positional and the keyword arguments, in new lists and dicts"
-        return tree_unflatten(self.leaves, self.nesting)
+    The result is a list, and the structure in which `tree_unflatten` puts the items of the list.
+    """
+    leaves,structure = tree_flatten((args,kwargs))
+    without_graph = {id(o):_without_graph(o) for o in leaves if isinstance(o, torch.Tensor)}
+    return [without_graph.get(id(o), o) for o in leaves],structure
 
 def _without_graph(x):
     "Return `x` without its autograd graph, with its attributes and its `requires_grad`"
@@ -120,18 +116,18 @@ class _Recomputed:
     def __call__(self, *args, **kwargs):
         if not torch.is_grad_enabled(): return self.compute(*args, **kwargs)
         self.segment.calls += 1
-        inputs = _KeptInputs(args, kwargs)
-        params = [p for m in self.inside for p in m._parameters.values() if p is not None]
-        tensors = inputs.tensors+params
+        kept,structure = _kept_inputs(args, kwargs)
+        inputs = {o for o in kept if isinstance(o, torch.Tensor)}
+        tensors = *inputs,*(p for m in self.inside for p in m.parameters(recurse=False))
         if not any(o.requires_grad for o in tensors): return self.compute(*args, **kwargs)
-        self.segment.kept = sum(o.nbytes for o in inputs.tensors)
+        self.segment.kept = sum(o.nbytes for o in inputs)
         # `_version` counts changes in place: after one, `_check_unchanged` refuses to compute the
         # segment again. The kept tensors are detached, but share their counts with the originals.
         versions = [(o,o._version) for o in tensors]
         # add the devices of inputs to the devices of parameters: dropout has no parameters, and draws
         # random numbers on the device of its input
-        devices_of_inputs = {o.device for o in inputs.tensors if o.device.type not in ('cpu','meta')}
-        state = ForwardState(self.inside, {*self.devices,*devices_of_inputs}, inputs.non_tensors)
+        devices = {*self.devices,*(o.device for o in inputs if o.device.type not in ('cpu','meta'))}
+        state = ForwardState(self.inside, devices, [o for o in kept if not isinstance(o, torch.Tensor)])
         # the first call takes the arguments out of this list: if they stayed here until the backward
         # pass, their autograd graph could not be freed
         first_args = [(args,kwargs)]
@@ -141,7 +137,7 @@ class _Recomputed:
                 xs,kw = first_args.pop()
                 return self.compute(*xs, **kw)
             self._check_unchanged(versions)
-            xs,kw = inputs.rebuilt()
+            xs,kw = tree_unflatten(kept, structure)
             with state.again(): return self.compute(*xs, **kw)
         res = checkpoint(first_or_again, use_reentrant=False, preserve_rng_state=False)
         self._check_unchanged(versions)
@@ -172,12 +168,15 @@ def _check_unchanged(self:_Recomputed, versions):
 class _Chain:
     "Replaces a Sequential's `forward`: runs its children in order, and those of a segment in one call"
     def __init__(self, seq, recomputed):
-        in_seq = [o for o in recomputed if o.segment.seq is seq]
-        by_first_child = {o.segment.modules[0]:o for o in in_seq}
-        later_children = {m for o in in_seq for m in o.segment.modules[1:]}
         # callables to run one after the other: children of the Sequential, or a `_Recomputed` in place
         # of the children that form a segment
-        self.links = [by_first_child.get(m, m) for m in seq if m not in later_children]
+        self.links = list(seq)
+        for o in recomputed:
+            if o.segment.seq is not seq: continue
+            n = len(o.segment.modules)
+            # a child may occur more than once, such as an activation function: search for all of them
+            i = next(i for i in range(len(self.links)) if self.links[i:i+n]==o.segment.modules)
+            self.links[i:i+n] = [o]
         self.patch = Patch(seq, 'forward', self)
 
     def __call__(self, input):

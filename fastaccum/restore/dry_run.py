@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/restore/dry_run.html.md"""
 
 # %% auto #0
 __all__ = ['Snapshot', 'takes_part', 'Batches', 'eager_and_exact', 'CountSteps', 'loader_state', 'training_device', 'DryRun',
-           'kept_by_functions', 'fit_state']
+           'fit_state']
 
 # %% ../../nbs/restore/01_dry_run.ipynb #imports
 import sys, warnings
@@ -41,10 +41,15 @@ class Snapshot:
     """A record of all that can change in `roots` and in the objects that they refer to
 
     `shallow`: objects of which only the items and attributes are recorded, not the objects that these
-    refer to. `skip`: objects that are left out.
+    refer to. `skip`: objects that are left out. `devices`: those whose random state and autocast are
+    recorded, besides the CPU. `closures`: also look into the closures and default values of functions.
     """
-    def __init__(self, *roots:object, shallow:tuple=(), skip:tuple|list=()):
-        self.restores = []   # (function, *arguments) of each call that restores a part of the state
+    def __init__(self, *roots:object, shallow:tuple=(), skip:tuple|list=(), devices:Iterable=(),
+        closures:bool=False):
+        self.closures = closures
+        # (function, *arguments) of each call that restores a part of the state
+        self.restores = [(set_autocast_state,autocast_state(devices)),(set_rng_state,rng_state(devices))]
+        self.iterators = []   # the iterators that were found, which cannot be restored
         # `id` of an object -> the object, which is noted already or left out. An `id` stays unique only
         # while its object exists, so the objects are kept.
         self.seen = {id(o):o for o in skip}
@@ -64,11 +69,13 @@ def _note(self:Snapshot, o):
     "Record the state of `o`, and return the objects that `o` refers to"
     if id(o) in self.seen or isinstance(o, _constants): return []
     self.seen[id(o)] = o
-    refs = []
+    if hasattr(type(o), '__next__'): self.iterators.append(o)
     if isinstance(o, torch.Tensor): return self._note_tensor(o)
-    if isinstance(o, MethodType): return [o.__self__]
+    if isinstance(o, MethodType): return [o.__self__,o.__func__]
+    if isinstance(o, FunctionType) and self.closures: return self._note_function(o)
     if isinstance(o, partial): return [o.func,*o.args,*o.keywords.values()]
     if isinstance(o, (tuple,frozenset)): return list(o)
+    refs = []
     if isinstance(o, (dict,list,set,deque)):
         refs = items_of(o)
         self.restores.append((put_items, o, refs))
@@ -79,6 +86,13 @@ def _note(self:Snapshot, o):
     if type(o).__module__.split('.')[0] in _not_visited and not isinstance(o, _visited): return refs
     self.restores.append((put_items, attrs, items_of(attrs)))
     return [*refs,*attrs.values()]
+
+@patch
+def _note_function(self:Snapshot, f):
+    "Record the closure of the function `f`, and return the objects in it and the default values of `f`"
+    cells = [c for c in f.__closure__ or () if c!=CellType()]
+    self.restores += [(setattr,c,'cell_contents',c.cell_contents) for c in cells]
+    return [*(c.cell_contents for c in cells),*(f.__defaults__ or ())]
 
 # %% ../../nbs/restore/01_dry_run.ipynb #snapshot-values
 @patch
@@ -92,7 +106,7 @@ def _note_tensor(self:Snapshot, t):
 
 def _put_tensor(t, value, device, requires_grad, grad):
     "Restore a tensor and its gradient, in place if possible"
-    if t.is_leaf and t.requires_grad!=requires_grad: t.requires_grad_(requires_grad)
+    if t.is_leaf: t.requires_grad_(requires_grad)
     is_alike = (t.device,t.dtype,t.shape,t.stride())==(device,value.dtype,value.shape,value.stride())
     if is_alike: t.data.copy_(value)
     else: t.data = value.to(device, copy=True)
@@ -212,14 +226,10 @@ class DryRun:
         recorder = getattr(learn, 'recorder', None)
         not_called = [o for o in learn.cbs if not takes_part(o) and o is not recorder]
         datasets = [getattr(o, 'dataset', None) for o in dls.loaders]
-        snap = Snapshot(model, list(model.parameters()), list(model.buffers()), learn.opt,
+        return Snapshot(model, list(model.parameters()), list(model.buffers()), learn.opt,
             learn.opt_func, learn.loss_func, list(self.cbs), [loader_state(o) for o in dls.loaders],
             shallow=(learn,learn.cbs,learn.cbs.items,dls,dls.loaders,*dls.loaders,recorder),
-            skip=[*datasets,*not_called])
-        devices = [] if self.device.type=='cpu' else [self.device]
-        snap.restores += [(set_autocast_state, autocast_state(devices)),
-            (set_rng_state, rng_state(devices))]
-        return snap
+            skip=[*datasets,*not_called], devices=[] if self.device.type=='cpu' else [self.device])
 
 # %% ../../nbs/restore/01_dry_run.ipynb #dry-fit
 @patch
@@ -259,25 +269,6 @@ def fit(self:DryRun, dl:object, cbs:list, lr:float|slice|None=0., without:tuple|
     finally: self.snap.put_back()
 
 # %% ../../nbs/restore/01_dry_run.ipynb #fit-state
-def kept_by_functions(objects:Iterable)->tuple: # Closure cells, objects that may change, and iterators
-    "List what may change among `objects`, and in the closures and default values of functions among them"
-    cells,kept,iterators = [],[],[]
-    seen = set()
-    todo = list(objects)
-    while todo:
-        o = todo.pop()
-        if id(o) in seen: continue
-        seen.add(id(o))
-        if isinstance(o, FunctionType):
-            own = [c for c in o.__closure__ or () if c!=CellType()]
-            cells += own
-            todo += [*(c.cell_contents for c in own),*(o.__defaults__ or ())]
-        elif isinstance(o, MethodType): todo.append(o.__func__)
-        elif isinstance(o, partial): todo += [o.func,*o.args,*o.keywords.values()]
-        elif hasattr(type(o), '__next__'): iterators.append(o)
-        elif isinstance(o, (dict,list,set,torch.Tensor,nn.Module)): kept.append(o)
-    return cells,kept,iterators
-
 def fit_state(learn:Learner, cbs:list)->Snapshot:
     """Record what the callbacks `cbs`, the model and the loss function may change, except for parameters
 
@@ -288,12 +279,9 @@ def fit_state(learn:Learner, cbs:list)->Snapshot:
     datasets = [getattr(o, 'dataset', None) for o in loaders]
     skip = [*model.parameters(), learn.opt, dls, *loaders, *datasets]
     others = [o for o in learn.cbs if not any(o is x for x in cbs)]
-    cells,kept,iterators = kept_by_functions([learn.loss_func,*(o for cb in cbs for o in vars(cb).values())])
-    if iterators: raise ValueError('a callback or the loss function holds an iterator')
     # lists on the Learner to which callbacks append
     lists = [o for o in vars(learn).values() if isinstance(o, (dict,list,set))]
-    res = Snapshot(model, learn.loss_func, cbs, kept, lists, shallow=(learn,*others), skip=skip)
-    devices = devices_of(model.modules())
-    res.restores += [(setattr, o, 'cell_contents', o.cell_contents) for o in cells]
-    res.restores += [(set_autocast_state, autocast_state(devices)), (set_rng_state, rng_state(devices))]
+    res = Snapshot(model, learn.loss_func, cbs, lists, shallow=(learn,*others), skip=skip,
+        devices=devices_of(model.modules()), closures=True)
+    if res.iterators: raise ValueError('a callback or the loss function holds an iterator')
     return res

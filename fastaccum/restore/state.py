@@ -54,8 +54,7 @@ def set_rng_state(state:list):
 def same_rng(a:list, b:list)->bool:
     "Whether two results of `rng_state` are the same"
     def is_same(x, y):
-        if isinstance(x, torch.Tensor): return x.equal(y)
-        if isinstance(x, np.ndarray): return np.array_equal(x, y)
+        if isinstance(x, (torch.Tensor,np.ndarray)): return bool((x==y).all())
         return all(map(is_same, x, y)) if isinstance(x, tuple) and len(x)<10 else x==y
     return all(is_same(x, y) for (_,x),(_,y) in zip(a, b))
 
@@ -132,8 +131,6 @@ def put_items(o:dict|list|set|deque, items:list):
     else: o.update(items)
 
 # %% ../../nbs/restore/00_state.ipynb #find
-# types whose objects never change, so that a `ForwardState` need not remember them
-_constants = {int,float,bool,str,bytes,type(None),torch.device,torch.dtype}
 _generators = torch.Generator,np.random.Generator,np.random.RandomState,random.Random
 # types whose objects, or the objects in them, may change in a forward pass
 _stateful = *_containers,tuple,torch.Tensor,*_generators
@@ -152,10 +149,10 @@ def _find_state(todo, in_objects=False):
         name,o = todo.pop()
         is_searched = in_objects and not isinstance(o, (*_stateful,nn.Module,type))
         if is_searched and hasattr(o, '__dict__'): o = vars(o)
-        if type(o) in _constants or id(o) in found or not isinstance(o, _stateful): continue
+        if id(o) in found or not isinstance(o, _stateful): continue
         found[id(o)] = name,o
-        if not isinstance(o, (*_containers,tuple)): continue
-        if len(o)>=1000: continue   # a long container, such as a vocabulary, would take long to search
+        # a long container, such as a vocabulary, would take long to search
+        if not isinstance(o, (*_containers,tuple)) or len(o)>=1000: continue
         pairs = o.items() if isinstance(o, dict) else ((name,x) for x in o)
         todo += [(key if isinstance(key, str) else name,x) for key,x in pairs]
     return found.values()
@@ -187,14 +184,17 @@ class ForwardState:
         self.autocast = autocast_state(self.devices)   # for `set_autocast_state`, which restores it
         self.modes = [(m,m.training) for m in self.modules]
         self.buffers = [(m._buffers,dict(m._buffers)) for m in self.modules if m._buffers]
-        self.copies = {}   # `id` of a buffer -> (buffer, its version number, copy of its values)
-        if copy: self._copy_buffers()
+        # `id` of a buffer -> (buffer, its version number, copy of its values). `detach` keeps the copy
+        # out of autograd's graph. So would `no_grad`, but if Ctrl-C came at the end of its block,
+        # gradients would stay switched off.
+        self.copies = {id(b):(b,b._version,b.detach().clone()) for _,buffers in self.buffers
+            for b in buffers.values() if copy and b is not None and not b.is_inference()}
         # modules from `torch.nn` keep their state in buffers, not in attributes
         users_modules = [m for m in self.modules if not type(m).__module__.startswith('torch.nn.')]
         # pairs: (a module's dict of attributes, copy of the dict without the names in `_not_state`)
         self.attrs = [(vars(m),{k:o for k,o in vars(m).items() if k not in _not_state})
             for m in users_modules]
-        kept = [(k,o) for _,attrs in self.attrs for k,o in attrs.items() if type(o) not in _constants]
+        kept = [o for _,attrs in self.attrs for o in attrs.items()]
         found = [*_find_state(kept),*_find_state([('',o) for o in self.given], in_objects=True)]
         # pairs: (container, list of its items) of each list, dict, set or deque that was found
         self.items = [(o,items_of(o)) for _,o in found if isinstance(o, _containers)]
@@ -203,14 +203,6 @@ class ForwardState:
         self.tensors = [(name,o,o._version) for name,o in found
             if isinstance(o, torch.Tensor) and not (isinstance(o, nn.Parameter) or o.is_inference())]
         for _,o in found: self.rng += generator_state(o)
-
-    def _copy_buffers(self):
-        # `detach` keeps the copy out of autograd's graph. So would `no_grad`, but if Ctrl-C came at the
-        # end of its block, gradients would stay switched off.
-        for _,buffers in self.buffers:
-            for b in buffers.values():
-                if b is None or b.is_inference(): continue
-                self.copies[id(b)] = b,b._version,b.detach().clone()
 
 # %% ../../nbs/restore/00_state.ipynb #back
 @patch
@@ -239,8 +231,7 @@ def check(self:ForwardState):
     RuntimeError: a tensor that is neither a parameter nor a buffer was changed in place
     """
     for name,o,version in self.tensors:
-        if o._version==version: continue
-        raise refuse('changed-in-place', name)
+        if o._version!=version: raise refuse('changed-in-place', name)
 
 # %% ../../nbs/restore/00_state.ipynb #again
 @patch
@@ -289,16 +280,15 @@ class Patch:
         self.o = o
         self.name = name
         self.f = f
-        self.original = None   # the method that `apply` has replaced, so that `f` can call it
-        # the value of `vars(o)[name]` before `apply`, or `None` if the method comes from the class of
-        # `o`: `undo` then only deletes `f`
-        self.own_attr = None
 
     def apply(self):
         "Replace the method"
         attrs = vars(self.o)
         if attrs.get(self.name)==self.f: return
+        # the value of `vars(o)[name]`, or `None` if the method comes from the class of `o`: `undo` then
+        # only deletes `f`
         self.own_attr = attrs.get(self.name)
+        # the method that is replaced, so that `f` can call it
         self.original = getattr(self.o, self.name, None)
         attrs[self.name] = self.f
 

@@ -12,7 +12,7 @@ import math, torch
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ..base.messages import refuse, text_of
@@ -60,11 +60,12 @@ def _computes(m):
     only_holds = _is_sequence(m) or type(m) in (nn.ModuleList,nn.ModuleDict)
     return not only_holds and next(m.children(), None) is not None and _has_params(m)
 
-def _n_layers(m):
-    "Count the layers with weights in `m`, except normalization layers"
-    leaves = [o for o in m.modules() if next(o.children(), None) is None]
-    norms = [o for o in leaves if hasattr(o, 'running_mean') or 'Norm' in type(o).__name__]
-    return sum(map(_has_params, leaves))-sum(map(_has_params, norms))
+def _is_layer(m):
+    "Whether `m` is a single layer with weights, except for a normalization layer"
+    is_norm = hasattr(m, 'running_mean') or 'Norm' in type(m).__name__
+    return next(m.children(), None) is None and _has_params(m) and not is_norm
+
+def _n_layers(m): return sum(map(_is_layer, m.modules()))
 
 def _is_stage(m, outside_lists):
     "Whether a list in `m`, or with `outside_lists` any module in `m`, has several blocks of one class"
@@ -95,7 +96,7 @@ def _cut_run(seq, name, start, stop, finely):
     for i,n in enumerate(sizes, start):
         if n and n_before>=per_segment*len(starts): starts.append(i)
         n_before += n
-    for a,b in zip(starts, [*starts[1:],stop]):
+    for a,b in pairwise([*starts,stop]):
         part = children[a:b]
         n_modules = sum(not isinstance(o, _containers) for m in part for o in m.modules())
         # Skip a part whose recomputation saves little memory: a single module, or modules without
@@ -105,43 +106,38 @@ def _cut_run(seq, name, start, stop, finely):
         elif b-a==1: yield Segment(_child_name(name, a), part)
         else: yield Segment(f"{name}[{a or ''}:{b if b<len(children) else ''}]", part, seq)
 
-def _cut_sequence(seq, name, counts, finely=False):
-    "Yield a sequence's segments: cut its runs of layers (`_is_plain`), and search the other children"
+# %% ../../nbs/whole/01_segments.ipynb #find-search
+def _segments_of(m, name, counts):
+    "Yield the segments of `m`; `counts` is the number of modules of each class in the model"
+    if name and _computes(m) and not _is_stage(m, counts[type(m)]==1): yield Segment(name, [m])
+    else: yield from _segments_inside(m, name, counts)
+
+def _segments_inside(m, name, counts, finely=False):
+    "Yield the segments of the children of `m`; a sequence's runs of layers (`_is_plain`) are cut"
+    if not _is_sequence(m):
+        for key,child in m.named_children():
+            yield from _segments_of(child, _child_name(name, key), counts)
+        return
     start = 0
-    for is_plain,group in groupby(seq, _is_plain):
+    for is_plain,group in groupby(m, _is_plain):
         children = list(group)
         stop = start+len(children)
-        if is_plain: yield from _cut_run(seq, name, start, stop, finely)
+        if is_plain: yield from _cut_run(m, name, start, stop, finely)
         else:
             for i,child in enumerate(children, start):
                 yield from _segments_of(child, _child_name(name, i), counts)
         start = stop
-
-# %% ../../nbs/whole/01_segments.ipynb #find-search
-def _segments_of(m, name, counts):
-    "Yield the segments of `m`; `counts` is the number of modules of each class in the model"
-    if isinstance(m, torch.jit.ScriptModule): return
-    if _is_sequence(m): yield from _cut_sequence(m, name, counts)
-    elif name and _computes(m) and not _is_stage(m, counts[type(m)]==1): yield Segment(name, [m])
-    else: yield from _segments_of_children(m, name, counts)
-
-def _segments_of_children(m, name, counts):
-    "Yield the segments of the children of `m`"
-    for key,child in m.named_children(): yield from _segments_of(child, _child_name(name, key), counts)
 
 def _segments_of_model(model):
     "List the segments of `model`; cut a segment of the whole model, because it would save no memory"
     counts = Counter(map(type, model.modules()))
     params = set(model.parameters())
     res = list(_segments_of(model, '', counts))
-    previous = None   # the module that the loop cut in the previous round
     while len(res)==1 and params=={p for m in res[0].modules for p in m.parameters()}:
         name = res[0].name.partition('[')[0]
-        m = res[0].seq or res[0].modules[0]
-        if m is previous: return []   # the module cannot be cut further
-        if _is_sequence(m): res = list(_cut_sequence(m, name, counts, finely=True))
-        else: res = list(_segments_of_children(m, name, counts))
-        previous = m
+        parts = list(_segments_inside(res[0].seq or res[0].modules[0], name, counts, finely=True))
+        if parts==res: return []   # the segment cannot be cut further
+        res = parts
     return res
 
 # %% ../../nbs/whole/01_segments.ipynb #given

@@ -230,7 +230,11 @@ class Wrap(nn.ModuleDict):
     def forward(self, x): return self['m'](x)
 def single(): return CallsBlocks(n=1)   # a model without repeated blocks
 def flat(): return nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 3))
-@pytest.mark.parametrize('model', [flat,single,lambda: Wrap(dict(m=flat())),lambda: Wrap(dict(m=single()))])
+act = nn.Tanh()   # occurs twice in a model: in a segment, and before or after it
+def act_after(): return nn.Sequential(nn.Linear(5, 8), act, Block(), act, Block(), nn.Linear(8, 3))
+def act_before(): return nn.Sequential(act, nn.Linear(5, 8), Block(), act, nn.Linear(8, 8), Block(), nn.Linear(8, 3))
+@pytest.mark.parametrize('model', [flat,single,lambda: Wrap(dict(m=flat())),lambda: Wrap(dict(m=single())),
+    act_after,act_before])
 def test_small_models_have_segments(model): check(partial(small, model))
 
 def compiled(m): return torch.compile(m, backend='eager')

@@ -131,6 +131,8 @@ def put_items(o:dict|list|set|deque, items:list):
     else: o.update(items)
 
 # %% ../../nbs/restore/00_state.ipynb #find
+# types whose objects never change; comparing types is faster than `isinstance`
+_constants = {int,float,bool,str,bytes,type(None),torch.device,torch.dtype}
 _generators = torch.Generator,np.random.Generator,np.random.RandomState,random.Random
 # types whose objects, or the objects in them, may change in a forward pass
 _stateful = *_containers,tuple,torch.Tensor,*_generators
@@ -149,7 +151,7 @@ def _find_state(todo, in_objects=False):
         name,o = todo.pop()
         is_searched = in_objects and not isinstance(o, (*_stateful,nn.Module,type))
         if is_searched and hasattr(o, '__dict__'): o = vars(o)
-        if id(o) in found or not isinstance(o, _stateful): continue
+        if type(o) in _constants or id(o) in found or not isinstance(o, _stateful): continue
         found[id(o)] = name,o
         # a long container, such as a vocabulary, would take long to search
         if not isinstance(o, (*_containers,tuple)) or len(o)>=1000: continue
@@ -194,7 +196,7 @@ class ForwardState:
         # pairs: (a module's dict of attributes, copy of the dict without the names in `_not_state`)
         self.attrs = [(vars(m),{k:o for k,o in vars(m).items() if k not in _not_state})
             for m in users_modules]
-        kept = [o for _,attrs in self.attrs for o in attrs.items()]
+        kept = [(k,o) for _,attrs in self.attrs for k,o in attrs.items() if type(o) not in _constants]
         found = [*_find_state(kept),*_find_state([('',o) for o in self.given], in_objects=True)]
         # pairs: (container, list of its items) of each list, dict, set or deque that was found
         self.items = [(o,items_of(o)) for _,o in found if isinstance(o, _containers)]

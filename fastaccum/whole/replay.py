@@ -129,6 +129,7 @@ def forward(self:ReplayedForward):
     # DDP would synchronize buffers in the forward pass of each micro-batch. Synchronize them once, and
     # before the states of micro-batches are saved, because these states contain the buffers.
     for m in self.exchanges:
+        m.require_forward_param_sync = True   # a batch that was cancelled has left it switched off
         if m.will_sync_module_buffers(): m._sync_buffers()
         m.require_forward_param_sync = False
     outs = self._run_all()
@@ -152,7 +153,7 @@ def _run_all(self:ReplayedForward):
     "Run all micro-batches; if memory runs out, repeat one in halves. Returns the outputs of each"
     outs = []
     devices = devices_of(self.modules)
-    hidden = HiddenRows(self.model, self.n)
+    self.hidden = hidden = HiddenRows(self.model, self.n)
     start = 0
     try:
         while start<self.n:
@@ -292,6 +293,7 @@ def _replay(self:ReplayedForward, start, stop, state, grads):
     outs,self.last_outs = self.last_outs,None
     if outs is None:
         with self.no_sync(), state.again(), torch.enable_grad():
+            self.hidden.select(start, stop)   # these may be some of the rows of `state`
             outs = leaves(self.run(start, stop))
         # if memory has run out, the first micro-batch may run again in parts: do not compare those
         is_first = (start,stop)==self.parts[0][:2]

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._pytree import tree_leaves
+from fastai.callback.rnn import RNNRegularizer
 from fastai.vision.all import (Adam, Callback, CancelBatchException, GradientClip, Module, OptimWrapper, TensorImage,
     accuracy, set_seed)
 from fastaccum import ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientCache
@@ -380,6 +381,17 @@ def test_auto_halves_the_size_of_training_for_a_model_that_trains_in_evaluation_
         return stage=='validation' and n>5
     def cbs(): return [CallAt('before_batch', lambda l: l.model.eval())]
     same(fit(cbs()), fit([Cached('auto'),*cbs()], model=lambda: net(LimitedMemory(runs_out))))
+
+@pytest.mark.filterwarnings('ignore:memory ran out')
+def test_the_halves_of_a_micro_batch_have_the_hidden_state_of_their_own_rows():
+    "Memory runs out in the backward pass of the third batch, whose model keeps a state for each row"
+    def run(cbs, *attempts):
+        learn = make_application('language_model', loss_func=CrossEntropy())
+        learn.remove_cb(RNNRegularizer)   # `RNNRegularizer` computes in single precision
+        learn.model.insert(1, LimitedMemory(runs_out_on_attempts(attempts, 'backward')))
+        learn.fit_one_cycle(2, 0.05, cbs=cbs)
+        return learn
+    same(run([]), run([Cached('auto')], 2))
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
 def test_auto_draws_the_random_numbers_of_a_run_with_the_final_size():

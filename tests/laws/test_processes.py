@@ -598,6 +598,26 @@ def test_the_cache_does_not_change_the_run(ns=ragged, size=3, cbs=list, oom_rank
     assert_equal_on_all_ranks(flat_state(b))
     assert (n_events['failed']>0)==(this_process.rank==oom_rank)
 
+class CountsCalls(Module):
+    "A layer with a buffer that grows differently in each process; notes the buffer at the first call of a batch"
+    def __init__(self): self.register_buffer('n', torch.zeros(()))
+    def forward(self, x):
+        if self.is_first: self.noted.append(self.n.item())
+        self.is_first = False
+        self.n += 1+this_process.rank
+        return x
+
+@on_processes(2)
+def test_a_cancelled_batch_does_not_end_the_exchange_of_buffers():
+    counts = CountsCalls()
+    counts.noted = []
+    def begin(learn): counts.is_first = True
+    def cancel(learn):
+        if learn.iter==1: raise CancelBatchException
+    b = distributed_learner(even, 8, loss_func=nt_xent, model=lambda: net(counts))
+    b.fit(1, cbs=[GradientCache(micro_batch_size=3),CallAt('before_batch', begin),CallAt('after_loss', cancel)])
+    assert_equal_on_all_ranks(counts.noted)
+
 @on_processes(2)
 def test_checkpoints_and_the_noise_scale_change_no_bit_of_the_run():
     "The model has dropout and BatchNorm"

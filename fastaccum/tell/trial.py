@@ -10,13 +10,13 @@ __all__ = ['Verdict', 'Ran', 'relative_gap', 'LossTrial']
 # %% ../../nbs/tell/01_trial.ipynb #imports
 import torch
 from collections.abc import Callable
-from contextlib import ExitStack
 from math import inf, isfinite
 from types import SimpleNamespace
 from typing import NamedTuple
 from warnings import catch_warnings, simplefilter
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
 from fastai.callback.core import CancelBatchException
 from fastai.callback.fp16 import MixedPrecision
 from fastai.learner import Learner
@@ -58,21 +58,19 @@ class Ran(NamedTuple):
     items:float # Items that the loss averages; 1 if the loss is a sum
     loss:float # The loss, with the changes of callbacks
     shared:float # `loss` times the share of the micro-batch
-    largest:float # Largest absolute value among the model's outputs
-    counts:tuple # The results of the functions that may count the right items
+    largest:list # Largest absolute value in each of the model's outputs
+    counts:dict # Source code of a function that may count the right items -> its result
 
 # %% ../../nbs/tell/01_trial.ipynb #verdict-scalar
 def _scalar(loss): return (loss.mean() if loss.ndim else loss).detach().as_subclass(torch.Tensor)
 
 def _read(ran:list)->list:
     "Replace the tensors in each `Ran` with numbers; synchronizes the GPU once"
-    flat = [x for o in ran for x in (*o[:-1],*o.counts)]
-    tensors = [_scalar(x).reshape(()) for x in flat if isinstance(x, torch.Tensor)]
+    tensors = [_scalar(x).reshape(()) for x in tree_leaves(ran) if isinstance(x, torch.Tensor)]
     device = tensors[0].device
     dtype = torch.float32 if device.type=='mps' else torch.float64   # MPS has no double precision
     numbers = iter(torch.stack([x.to(device, dtype) for x in tensors]).tolist())
-    flat = iter([next(numbers) if isinstance(x, torch.Tensor) else float(x) for x in flat])
-    return [Ran(*[next(flat) for _ in o[:-1]], tuple(next(flat) for _ in o.counts)) for o in ran]
+    return tree_map(lambda x: next(numbers) if isinstance(x, torch.Tensor) else float(x), ran)
 
 def relative_gap(whole:float, parts:list, weights:list|None=None, slack:float=0.)->float:
     """Return the relative difference between the loss `whole` and the mean of its parts' losses
@@ -114,6 +112,7 @@ class LossTrial(StepLoop):
         self.n,self.joined = n,joined
         self.parts,self.rows = parts,rows
         self.devices = devices_of(learn.model.modules())
+        self.bns = {*batchnorms(learn.model)}
         self.saved = None         # the `Snapshot` of the state from which each run starts
         self.is_as_in_fit = False # whether autograd, autocast and mixed precision work as in the fit
         self.tol = 0.             # the largest relative difference of losses that counts as rounding
@@ -122,14 +121,9 @@ class LossTrial(StepLoop):
         self.outputs = None       # the model's outputs, if they are not computed again
         self.frozen = set()       # modules that run in evaluation mode
         self.has_callbacks = True # whether callbacks hear the events of the trial
-        # set by each run of rows
-        self.current = 0,0        # the first row that runs, and the row after the last
-        self.largest = 0.         # the largest absolute value among the model's outputs
-        self.rng = None           # the state of the random numbers after the forward pass
-        self.model_draws = False  # whether the model drew random numbers
+        self.rng = None           # the state of the random numbers after the last forward pass
         self.bounds = []          # (first row, row after the last row) of each part
-        self.codes = []           # source code of functions that may count the right items
-        self.counts = []          # the functions of which `codes` has the source code
+        self.counts = {}          # source code -> function that may count the right items
 
 # the events in which a callback may change the loss of a trial
 _events = 'after_pred','after_loss','before_backward'
@@ -179,9 +173,8 @@ def _prepare(self:LossTrial):
         self.rows = 0,n_rows
     start,stop = self.rows
     n_rows = stop-start
-    first = n_rows//2 if n_rows<5 else max(2, n_rows//3)
-    self.codes = label_counts(learn, n_rows)
-    self.counts = [eval(o) for o in self.codes]
+    first = n_rows//2 if n_rows<6 else n_rows//3
+    self.counts = {code:eval(code) for code in label_counts(learn, n_rows)}
     self.bounds = [(start,start+first),(start+first,stop)]
 
 def _described(e):
@@ -199,30 +192,22 @@ def listeners(self:LossTrial, event:str)->list:
         return self.has_callbacks and takes_part(cb)
     return [cb for cb in StepLoop.listeners(self, event) if hears(cb)]
 
-def _largest(outputs):
-    "Return the largest absolute value in `outputs`, as a tensor, without reading it from a GPU"
-    tensors = [o for o in leaves(outputs) if isinstance(o, torch.Tensor) and o.is_floating_point() and o.numel()]
-    sizes = [o.detach().as_subclass(torch.Tensor).abs().max().float() for o in tensors]
-    return torch.stack([o.to(sizes[0].device) for o in sizes]).max() if sizes else 0.
-
 # %% ../../nbs/tell/01_trial.ipynb #trial-events-predict
 @patch
 def predict(self:LossTrial)->object:
-    "Return the model's predictions for the current rows, and note whether the model draws random numbers"
-    learn,before = self.learn,rng_state(self.devices)
+    "Return the model's predictions for the current rows, and note the state of the random numbers"
+    learn,micro = self.learn,self.micro
     if self.outputs is None:
         model = learn.model
         if isinstance(model, DistributedDataParallel): model = model.module   # exchange no buffers
         with torch.set_grad_enabled(self.is_as_in_fit): res = model(*learn.xb)
         # losses may recognize training by predictions that require gradients
         if not self.is_as_in_fit: res = with_grad(res)
-    elif self.current==self.rows: res = with_grad(self.outputs)
+    elif (micro.start,micro.stop)==self.rows: res = with_grad(self.outputs)
     else:
-        (first,end),(start,stop) = self.rows,self.current
-        res = with_grad(split(self.outputs, start-first, stop-first, end-first))
-    self.largest = _largest(res)
+        first,end = self.rows
+        res = with_grad(split(self.outputs, micro.start-first, micro.stop-first, end-first))
     self.rng = rng_state(self.devices)
-    self.model_draws = not same_rng(before, self.rng)
     return res
 
 @patch
@@ -243,10 +228,12 @@ def _begin(self:LossTrial):
 def _select(self:LossTrial, start, stop):
     """Give the Learner, its callbacks and its model the rows from `start` up to `stop`, exclusive
 
-    These are copies, because models and losses may write into them.
+    These are copies, because models and losses may write into them. Unless the trial runs as in the
+    fit, autocast is switched off.
     """
     learn,parts = self.learn,self.parts
-    self.current = start,stop
+    n = self.n*stop//parts.n-self.n*start//parts.n
+    self.micro = MicroBatch(n, 0, 0, start, stop)
     try: parts.select(start, stop)
     except TypeError:
         # inputs that cannot be split, such as graphs, stay whole if the model does not run on them again
@@ -255,15 +242,14 @@ def _select(self:LossTrial, start, stop):
     learn.xb = copies(tuple(learn.xb))
     learn.yb = copies(tuple(learn.yb))
     for attrs,name,_ in parts.attrs_with_rows: attrs[name] = copies(attrs[name])
+    if self.is_as_in_fit: return
+    for kind in {'cpu',*(o.type for o in self.devices)}: torch.set_autocast_enabled(kind, False)
 
 # %% ../../nbs/tell/01_trial.ipynb #trial-rows-precision
-@patch
-def _precision(self:LossTrial):
-    "Return a context without autocast, or one that changes nothing"
-    stack = ExitStack()
-    if self.is_as_in_fit: return stack
-    for o in {'cpu',*(o.type for o in self.devices)}: stack.enter_context(torch.autocast(o, enabled=False))
-    return stack
+def _largest(outputs):
+    "Return the largest absolute value of each tensor in `outputs`, without reading it from a GPU"
+    tensors = [o for o in leaves(outputs) if isinstance(o, torch.Tensor) and o.is_floating_point()]
+    return [o.detach().abs().max() for o in tensors if o.numel()]
 
 @patch
 def _run_rows(self:LossTrial, start, stop)->Ran:
@@ -271,17 +257,22 @@ def _run_rows(self:LossTrial, start, stop)->Ran:
 
     ValueError: the loss or a callback draws random numbers
     """
-    learn,n_rows = self.learn,self.parts.n
+    learn = self.learn
     self._select(start, stop)
-    self.micro = MicroBatch(self.n*stop//n_rows-self.n*start//n_rows, 0, 0)
-    counts = tuple(f(learn) for f in self.counts)
-    with self._precision():
-        self.forward()
-        if not len(learn.yb): raise CancelBatchException   # fastai does not train without targets
-        self._before_backward()
+    counts = {code:count(learn) for code,count in self.counts.items()}
+    self.forward()
+    largest = _largest(self.micro.pred)
+    if not len(learn.yb): raise CancelBatchException   # fastai does not train without targets
+    self._before_backward()
     if not same_rng(self.rng, rng_state(self.devices)): raise ValueError('the loss draws random numbers')
     items = 1 if self.mean.is_sum else self.mean.current.items
-    return Ran(self.micro.n, items, self.loss, _scalar(learn.loss_grad), self.largest, counts)
+    return Ran(self.micro.n, items, self.loss, _scalar(learn.loss_grad), largest, counts)
+
+@patch
+def _run_whole(self:LossTrial)->Ran:
+    "Run the whole micro-batch from the state of the fit"
+    self._begin()
+    return self._run_rows(*self.rows)
 
 # %% ../../nbs/tell/01_trial.ipynb #trial-measure
 @patch
@@ -292,21 +283,20 @@ def _measure(self:LossTrial, by_rows:bool=False)->list:
     if the model draws random numbers or normalizes with the batch in evaluation mode as well, or
     overflows without BatchNorm.
     """
-    learn = self.learn
     self.is_by_rows,self.outputs = by_rows,None
-    bns = batchnorms(learn.model)
-    if any(m.running_mean is None for m in bns) and not by_rows: return self._measure(by_rows=True)
+    if any(m.running_mean is None for m in self.bns) and not by_rows: return self._measure(by_rows=True)
     # processes wait for each other in SyncBatchNorm, but need not run equally many passes in a trial
-    synced = {m for m in bns if isinstance(m, nn.SyncBatchNorm)}
-    self.frozen = synced if by_rows else self.frozen|set(bns)
-    self._begin()
-    with find_drawing(learn.model, self.devices) as drawing: whole = self._run_rows(*self.rows)
-    if by_rows: self.outputs = detached(learn.pred)
-    else: self.frozen |= drawing
-    if by_rows or drawing:
-        self._begin()
-        whole = self._run_rows(*self.rows)
-        if self.model_draws: return self._measure(by_rows=True)
+    synced = {m for m in self.bns if isinstance(m, nn.SyncBatchNorm)}
+    self.frozen = synced if by_rows else self.frozen|self.bns
+    self._begin()   # before `find_drawing`, whose hooks it would remove
+    with find_drawing(self.learn.model, self.devices) as drawing: whole = self._run_rows(*self.rows)
+    if by_rows:
+        self.outputs = detached(self.learn.pred)
+        whole = self._run_whole()
+    elif drawing:
+        draws_if_frozen = drawing<=self.frozen
+        self.frozen |= drawing
+        return self._measure(by_rows=draws_if_frozen)
     self._begin()
     res = _read([whole,*(self._run_rows(*o) for o in self.bounds)])
     return res if by_rows or isfinite(res[0].loss) else self._measure(by_rows=True)
@@ -323,15 +313,20 @@ def _tolerance(self:LossTrial)->float:
     return max(_tolerances.get(o, 0.) for o in dtypes)
 
 @patch
+def _gap(self:LossTrial, whole:Ran, parts:list, weights:list|None=None)->float:
+    "Return the `relative_gap` between the losses of these runs, without rounding"
+    return relative_gap(whole.loss, [o.loss for o in parts], weights, self.slack)
+
+@patch
 def _compare(self:LossTrial, by_rows:bool=False)->tuple: # The `Verdict`, and the `Ran` of whole and parts
     "Run the whole micro-batch and its parts, and compare them"
     whole,*parts = self._measure(by_rows)
     self.tol = self._tolerance()
-    self.slack = self.tol*_output_error*whole.largest
+    self.slack = self.tol*_output_error*max(whole.largest, default=0.)
     if not isfinite(whole.loss): return Verdict('unknown', reason='the loss is not finite'),whole,parts
-    is_sum = self.mean.is_sum
-    if is_sum: off = relative_gap(whole.shared, [o.shared for o in parts], slack=self.slack*whole.samples)
-    else: off = relative_gap(whole.loss, [o.loss for o in parts], [o.items for o in parts], self.slack)
+    if self.mean.is_sum:
+        off = relative_gap(whole.shared, [o.shared for o in parts], slack=self.slack*whole.samples)
+    else: off = self._gap(whole, parts, [o.items for o in parts])
     if off>self.tol: return Verdict('wrong', off, cause='loss'),whole,parts
     return Verdict('right' if self._can_tell(whole, parts) else 'unknown'),whole,parts
 
@@ -370,13 +365,11 @@ def _verdict(self:LossTrial, by_rows:bool=False)->Verdict:
     return self._explain(verdict, whole, parts) if verdict.kind=='wrong' else verdict
 
 @patch
-def _best_count(self:LossTrial, whole:Ran, parts:tuple)->tuple: # Index in `codes`, and the difference
+def _best_count(self:LossTrial, whole:Ran, parts:list)->tuple: # Its source code, and the difference
     "Find the function that makes the loss of the parts most similar to that of the whole"
-    losses = [o.loss for o in parts]
-    weights = [[o.counts[i] for o in parts] for i in range(len(self.codes))]
-    off = [relative_gap(whole.loss, losses, o, self.slack) for o in weights]
-    best = min(range(len(off)), key=off.__getitem__, default=None)
-    return best,inf if best is None else off[best]
+    off = {code:self._gap(whole, parts, [o.counts[code] for o in parts]) for code in whole.counts}
+    best = min(off, key=off.get, default='')
+    return best,off.get(best, inf)
 
 # %% ../../nbs/tell/01_trial.ipynb #trial-state
 @patch
@@ -430,7 +423,7 @@ def _kept_state(self:LossTrial)->tuple: # 'model', 'loss' or ''; and names of bu
     changed = [name for name,b,version in buffers if b._version!=version]
     changed = changed or [f'{modules[id(d)]}.{name}'.lstrip('.') for d,name,_ in attrs.since()]
     first,second = _read([first,self._run_rows(*self.rows)])
-    if relative_gap(first.loss, [second.loss], slack=self.slack)<=self.tol: return '',''
+    if self._gap(first, [second])<=self.tol: return '',''
     if self._are_same(outputs, learn.pred): return 'loss',''
     return 'model',', '.join(changed[:3])
 
@@ -443,13 +436,13 @@ def _are_same(self:LossTrial, a:object, b:object)->bool:
 
 # %% ../../nbs/tell/01_trial.ipynb #trial-remedy
 @patch
-def _find_remedy(self:LossTrial, whole:Ran, parts:tuple)->tuple: # The fields `remedy` and `code` of a `Verdict`
+def _find_remedy(self:LossTrial, whole:Ran, parts:list)->tuple: # The fields `remedy` and `code` of a `Verdict`
     "Find out by trying what makes the loss right"
-    losses,samples = [o.loss for o in parts],[o.samples for o in parts]
-    def agrees(weights=None): return relative_gap(whole.loss, losses, weights, self.slack)<=self.tol
+    samples = [o.samples for o in parts]
+    def agrees(weights=None): return self._gap(whole, parts, weights)<=self.tol
     if self.counter.n_items is not None and agrees(samples): return 'no-n-items',''
     best,off = self._best_count(whole, parts)
-    if off<=self.tol and self._can_count(best): return 'n-items',self.codes[best]
+    if off<=self.tol and self._can_count(best): return 'n-items',best
     if self.mean.is_sum and agrees(samples): return 'mean',''
     if not self.mean.is_sum and agrees(): return 'sum',''
     is_one = self.processes.n==1   # on several processes, the cache is not tried: see `_explain`
@@ -457,9 +450,9 @@ def _find_remedy(self:LossTrial, whole:Ran, parts:tuple)->tuple: # The fields `r
     return _whole_batch_remedy(self.learn.model),''
 
 @patch
-def _can_count(self:LossTrial, i:int)->bool:
+def _can_count(self:LossTrial, code:str)->bool:
     "Whether a function can count the items when `n_items` is called: callbacks may have changed the targets"
-    try: self.counts[i](self.learn)
+    try: self.counts[code](self.learn)
     except Exception: return False
     return True
 
@@ -471,7 +464,7 @@ def _outputs_of_parts(self:LossTrial)->object:
     outputs = []
     for bounds in self.bounds:
         self._select(*bounds)
-        with self._precision(): outputs.append(self.predict())
+        outputs.append(self.predict())
     return join(outputs, [stop-start for start,stop in self.bounds])
 
 @patch
@@ -479,8 +472,7 @@ def _has_same_outputs(self:LossTrial)->bool:
     "Whether the model returns the same for the parts and for the whole micro-batch"
     try: joined = self._outputs_of_parts()
     except Exception: return True
-    self._begin()
-    self._run_rows(*self.rows)
+    self._run_whole()
     n = self.rows[1]-self.rows[0]
     have_rows = all(has_rows(o, n) for o in leaves(joined) if isinstance(o, torch.Tensor))
     return self._are_same(joined, self.learn.pred) or not have_rows
@@ -489,10 +481,8 @@ def _has_same_outputs(self:LossTrial)->bool:
 def _is_right_with_cache(self:LossTrial, whole:Ran)->bool:
     "Whether the loss of the whole micro-batch is the same if the model runs on its parts"
     try:
-        outputs = self._outputs_of_parts()
-        self._begin()
-        self.outputs = outputs
-        cached, = _read([self._run_rows(*self.rows)])
+        self.outputs = self._outputs_of_parts()
+        cached, = _read([self._run_whole()])
     except Exception: return False   # for example, the model returns no tensors with rows
     finally: self.outputs = None
-    return relative_gap(whole.loss, [cached.loss], slack=self.slack)<=self.tol
+    return self._gap(whole, [cached])<=self.tol

@@ -51,6 +51,7 @@ class Verdict(NamedTuple):
     remedy:str=''
     code:str='' # For the remedy 'n-items': the function to pass, as source code
     counter:ItemCounter|None=None # Counts the items that the loss should average
+    tol:float=0. # The largest relative difference of losses that counts as rounding
 
 class Ran(NamedTuple):
     "The numbers of one run of a micro-batch, or of a part of it; tensors until they are read"
@@ -137,7 +138,7 @@ def run(self:LossTrial)->Verdict:
     learn = self.learn
     try: self.saved = fit_state(learn, [o for o in learn.cbs if takes_part(o) and _hears(o)])
     except ValueError as e: return Verdict('untried', reason=str(e))
-    try: return self._try_all()._replace(counter=self.counter)
+    try: return self._try_all()._replace(counter=self.counter, tol=self.tol)
     finally: self.saved.put_back()
 
 @patch

@@ -27,7 +27,7 @@ from ..restore.state import ChangedAttrs, ForwardState
 from ..step.batch import bounds, leaves, n_samples
 from ..step.memory import is_out_of_memory
 from ..tell.refuse import batchnorms
-from ..tell.trial import LossTrial, Verdict
+from ..tell.trial import LossTrial, Verdict, tolerance_of
 
 # %% ../../nbs/check/01_causes.ipynb #watch
 def _tensors(o): return [t for t in leaves(o) if isinstance(t, torch.Tensor)]
@@ -146,13 +146,6 @@ class Probe:
     agree:bool=False
 
 # %% ../../nbs/check/01_causes.ipynb #first-events
-def _tolerance(model):
-    "Return the largest relative difference that counts as rounding in the model's precision"
-    kind = next(model.parameters()).device.type
-    dtypes = {p.dtype for p in model.parameters()}
-    if torch.is_autocast_enabled(kind): dtypes.add(torch.get_autocast_dtype(kind))
-    return max(tolerances.get(o, 0.) for o in dtypes)
-
 def probe_batch(
     learn:Learner, # A Learner after all callbacks have changed its batch
     changed:ChangedAttrs, # The attributes before `before_batch`
@@ -161,7 +154,9 @@ def probe_batch(
     loss_only:bool=False # Whether the fit gives the model all samples of a step at once
 )->Probe:
     "Try the loss and, unless `loss_only`, run the model on parts of the Learner's batch"
-    res = Probe(_tolerance(learn.model), n_samples(tuple(learn.xb), compare.n))
+    params = [*learn.model.parameters()]
+    tol = tolerance_of({p.dtype for p in params}, params[0].device, tolerances)
+    res = Probe(tol, n_samples(tuple(learn.xb), compare.n))
     if compare.n>1: res.loss = LossTrial(learn, n_items, compare.n, changed).run()
     if loss_only:
         res.draws_off = res.predictions_off = 0.

@@ -19,6 +19,7 @@ from ..base.messages import more_link, refuse
 from ..restore.dry_run import Batches, CountSteps, DryRun, eager_and_exact
 from ..restore.state import ChangedAttrs, QuietCallback
 from ..step.batch import bounds, even_sizes, n_samples
+from ..step.gradients import params_of
 from ..step.loader import batches_of, size_of
 from ..step.memory import is_out_of_memory
 
@@ -75,12 +76,11 @@ class CaptureGrads(QuietCallback):
         self.buffers = {}       # name of a buffer -> its values at the last step
         self.n_steps = 0        # steps so far; `before_step` cancels each of them
 
-    def _params(self): return [p for p,*_ in self.learn.opt.all_params()]
-    def before_train(self): self.missing &= set(self._params())
+    def before_train(self): self.missing &= {*params_of(self.learn.opt)}
     def before_step(self):
         model = self.learn.model
         names = {p:name for name,p in model.named_parameters()}
-        for i,p in enumerate(self._params()):
+        for i,p in enumerate(params_of(self.learn.opt)):
             if not p.requires_grad: continue
             self.missing.discard(p)
             if p.grad is not None: self.grads.setdefault(names.get(p, f'optimizer {i}'), _on_cpu(p.grad))

@@ -9,7 +9,6 @@ __all__ = ['warn_chunks', 'Warnings', 'SingleSample', 'remedy_of']
 
 # %% ../../nbs/tell/02_differences.ipynb #imports
 from torch import Tensor, nn, optim
-from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, Optimizer
@@ -29,7 +28,7 @@ from ..step.split import BatchParts
 from .refuse import (batchnorms, check_left_out, has_body_with, hooked_params,
     per_micro_batch_comms)
 from ..whole.segments import has_segments
-from .trial import LossTrial, Verdict
+from .trial import LossTrial, Verdict, watch_buffers
 
 # %% ../../nbs/tell/02_differences.ipynb #chunks
 def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
@@ -71,7 +70,8 @@ class Warnings(Watch):
         self.parts = None    # the `BatchParts` of the Learner's batch, if it is split
         self.waiting = None  # a `SingleSample` that waits for another micro-batch of one sample
         self.n_waits = 16    # how many samples may still wait in this fit
-        self.buffers = []    # (name, buffer, its version number) before the first micro-batch of a fit
+        # while the first micro-batch of a fit runs, a function that names the buffers that have changed
+        self.changed_buffers = None
 
     @property
     def warns(self)->bool:
@@ -122,9 +122,7 @@ def before_backward(self:Warnings):
     if self.grads is not None: self._compare_grads()
     if self.n_steps<=self.steps_compared: self._compare_settings()
     # a step of a single micro-batch cannot differ
-    if 'batch' in self.done or loop.is_last_micro_batch: return
-    self.done.add('batch')
-    if not self.warns: return
+    if loop.is_last_micro_batch or not self.is_first_time('batch') or not self.warns: return
     warn_chunks(loop.learn.model, loop.learn.xb, self.warn_once)
     if self.is_first_time('fit'): self._check_fit(loop.micro.n, loop.step.n_here, loop.step.n_all)
 
@@ -134,7 +132,7 @@ def after_backward(self:Warnings):
     loop = self.loop
     if loop.mean.n_micro_batches>1 or loop.is_last_micro_batch: return
     if self.n_left>0 or self.loop.counter.settings is not self.loss_settings: self._begin_batch()
-    if self.buffers: self._compare_buffers()
+    if self.changed_buffers is not None: self._compare_buffers()
     if 'gradients' in self.done: return
     params = [p for p in params_of(loop.learn.opt) if p.grad is not None]
     if params: self.grads = GradVersions(params)
@@ -181,24 +179,23 @@ def error(self:Warnings, e:BaseException):
 
 # %% ../../nbs/tell/02_differences.ipynb #single
 class SingleSample:
-    "A micro-batch of one sample, kept until it is joined with another; `changed` finds attributes with rows"
+    "A copy of a micro-batch of one sample; `changed` finds the attributes that have a row for it"
     def __init__(self, learn:Learner, changed:ChangedAttrs):
         self.batch = copies((tuple(learn.xb),tuple(learn.yb)))
-        self.attrs = {(id(attrs),name):copies(o) for attrs,name,o in self._attrs(changed)}
+        # (dict of attributes, name, value) for each attribute with a row
+        self.attrs = [(attrs,name,copies(o)) for attrs,name,o in changed.since()
+            if name not in ('xb','yb') and has_rows(o, 1)]
 
-    def _attrs(self, changed):
-        return [o for o in changed.since() if o[1] not in ('xb','yb') and has_rows(o[2], 1)]
-
-    def joined(self, learn:Learner, changed:ChangedAttrs)->tuple|None:
-        """Join this sample with the Learner's
+    def joined(self, other:'SingleSample')->tuple|None:
+        """Join this sample with another one
 
         Returns inputs, targets, and (dict of attributes, name, value) for each attribute with rows; `None`
         if the samples have different shapes.
         """
+        pairs = [(d,name,[o,x]) for d,name,o in self.attrs for e,k,x in other.attrs if d is e and name==k]
         try:
-            xb,yb = join([self.batch,(tuple(learn.xb),tuple(learn.yb))], [1,1])
-            known = [(d,name,o) for d,name,o in self._attrs(changed) if (id(d),name) in self.attrs]
-            return xb,yb,[(d,name,join([self.attrs[id(d),name],o], [1,1])) for d,name,o in known]
+            xb,yb = join([self.batch,other.batch], [1,1])
+            return xb,yb,[(d,name,join(rows, [1,1])) for d,name,rows in pairs]
         except (RuntimeError,TypeError): return None
 
 # %% ../../nbs/tell/02_differences.ipynb #trials
@@ -213,18 +210,17 @@ def _begin_batch(self:Warnings):
     if is_changed: self.n_changed += 1
     # a loss function may compute its settings anew each time: do not try such a loss in each micro-batch
     if is_changed and self.n_changed<=self.trials_per_epoch: self.n_left = max(self.n_left, 1)
-    is_tried = self.n_left>0
-    self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()]) if is_tried else None
+    self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()]) if self.n_left>0 else None
 
 @patch
 def before_forward(self:Warnings):
-    "Try the loss, if a trial is due and the step has other micro-batches"
+    "Try the loss if a trial is due and the step has other micro-batches, and watch buffers and states"
     loop = self.loop
-    is_due = self.n_left>0 and self.attrs is not None
-    if (is_due or 'buffers' not in self.done) and not loop.is_last_micro_batch:
-        if is_due: self._try_loss()
-        if self.is_first_time('buffers') and self.warns: self._note_buffers()
-    if loop.mean.n_micro_batches and 'state' not in self.done: self._watch_state()
+    if not loop.is_last_micro_batch:
+        if self.n_left>0 and self.attrs is not None: self._try_loss()
+        if self.is_first_time('buffers') and self.warns:
+            self.changed_buffers = watch_buffers(loop.learn.model)
+    if loop.mean.n_micro_batches and self.is_first_time('state'): self._watch_state()
 
 # %% ../../nbs/tell/02_differences.ipynb #trials-try-loss
 @patch
@@ -252,12 +248,12 @@ def _try_loss(self:Warnings):
 @patch
 def _join_samples(self:Warnings)->tuple|None:
     "Join this sample with the one that waits; if it cannot be joined, let it wait, and return `None`"
-    learn,previous = self.loop.learn,self.waiting
+    sample,previous = SingleSample(self.loop.learn, self.attrs),self.waiting
     self.waiting = None
-    joined = previous and previous.joined(learn, self.attrs)
+    joined = previous and previous.joined(sample)
     if joined: return joined
     self.n_waits -= 1
-    if self.n_waits>0: self.waiting = SingleSample(learn, self.attrs)
+    if self.n_waits>0: self.waiting = sample
     else:
         self.n_left = 0
         reason = 'each micro-batch has one sample, and no two in turn have the same shape'
@@ -302,32 +298,22 @@ def _warn_model_state(self:Warnings, names:str):
 
 # %% ../../nbs/tell/02_differences.ipynb #buffers
 @patch
-def _note_buffers(self:Warnings):
-    "Note the model's buffers, except for those of BatchNorm, before the first micro-batch"
-    modules = self.loop.learn.model.named_modules()
-    self.buffers = [(f'{name}.{k}'.lstrip('.'),m._buffers,k,b,b._version) for name,m in modules
-        if not isinstance(m, _BatchNorm) for k,b in m._buffers.items() if b is not None]
-
-@patch
 def _compare_buffers(self:Warnings):
     "Warn if the first micro-batch has changed buffers"
-    changed = [name for name,d,k,b,version in self.buffers if d.get(k) is not b or b._version!=version]
-    self.buffers = []
-    names = ', '.join(changed[:3])
+    names = ', '.join(self.changed_buffers()[:3])
+    self.changed_buffers = None
     if names: self.warn_once('changed-buffer', names)
 
 # %% ../../nbs/tell/02_differences.ipynb #check-fit
 @patch
 def _check_plan(self:Warnings):
     "Before the progress bar, check the fit if batches of the loader are joined to steps in this epoch"
-    if 'fit' in self.done or not self.warns: return
-    loop = self.loop
-    sizes = loop.loader.sizes
-    here = loop.processes.rank
-    joined = next((o for o in loop.loader.steps.kinds() if o.sizes[here]>sizes.micro_bs), None)
-    if joined is None: return
-    self.done.add('fit')
-    self._check_fit(sizes.micro_bs, joined.sizes[here], sum(joined.sizes))
+    if not self.warns: return
+    loader = self.loop.loader
+    n = loader.sizes.micro_bs
+    # the first process warns: compare its sizes
+    joined = next((o.sizes for o in loader.steps.kinds() if o.sizes[0]>n), None)
+    if joined and self.is_first_time('fit'): self._check_fit(n, joined[0], sum(joined))
 
 @patch
 def _check_fit(self:Warnings, n:int, n_here:int, n_all:int):
@@ -335,12 +321,15 @@ def _check_fit(self:Warnings, n:int, n_here:int, n_all:int):
 
     A micro-batch has `n` samples. A step has `n_here` samples of this process, and `n_all` of all.
     """
-    learn = self.loop.learn
+    learn,loader = self.loop.learn,self.loop.loader
     for cb in learn.cbs: _warn_second_optimizer(cb, learn.opt, self.warn_once)
     self._warn_batchnorms(n, n_here, n_all)
-    self._warn_hooked(learn.model)
-    if n_here<=self.loop.loader.sizes.bs: return   # each batch of the loader is a step
-    self._warn_loader(n_here)
+    hooked = hooked_params(learn.model)
+    more = ' (and others)' if hooked[1:] else ''
+    if hooked: self.warn_once('parameter-hooks', more, name=hooked[0])
+    if n_here<=loader.sizes.bs: return   # each batch of the loader is a step
+    how = by_batch_size(loader.dl)
+    if how: self.warn_once('loader-order', how, n_here, loader.sizes.micro_bs)
     for cb in learn.cbs: self._warn_mixing(cb, n_here)
 
 # %% ../../nbs/tell/02_differences.ipynb #warn-batchnorms
@@ -367,11 +356,6 @@ def _remedy_of_batchnorm(learn, bns, n_here):
 
 # %% ../../nbs/tell/02_differences.ipynb #warn-grouping
 @patch
-def _warn_loader(self:Warnings, n_here):
-    how = by_batch_size(self.loop.loader.dl)
-    if how: self.warn_once('loader-order', how, n_here, self.loop.loader.sizes.micro_bs)
-
-@patch
 def _warn_mixing(self:Warnings, cb, n_here):
     "Warn about MixUp and CutMix, which mix the samples of one batch of the loader"
     is_mixer = 'fastai.callback.mixup.MixHandler' in class_names(type(cb))
@@ -381,13 +365,6 @@ def _warn_mixing(self:Warnings, cb, n_here):
     self.warn_once('mixed-in-micro-batches', cb, sizes.bs, n_here, sizes.micro_bs)
 
 # %% ../../nbs/tell/02_differences.ipynb #warn-hooked
-@patch
-def _warn_hooked(self:Warnings, model):
-    hooked = hooked_params(model)
-    if not hooked: return
-    more = ' (and others)' if hooked[1:] else ''
-    self.warn_once('parameter-hooks', more, name=hooked[0])
-
 def _warn_second_optimizer(cb, opt, warn_once):
     "Warn about a callback with its own optimizer and with events that come for each micro-batch"
     own = [o for o in vars(cb).values() if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
@@ -415,7 +392,6 @@ def _unhook(self:Warnings):
 @patch
 def _watch_state(self:Warnings):
     "In this micro-batch, warn about modules that hold a state when they are first called"
-    self.done.add('state')
     loop,called = self.loop,set()
     modules = [m for m in loop.learn.model.modules() if callable(getattr(m, 'reset', None))]
     if not (modules and self.joins_batches and self.warns): return
@@ -473,8 +449,8 @@ def _compare_settings(self:Warnings):
     pairs = zip(before[0], self.settings[0])
     changed = {f'`{k}`':0 for old,new in pairs for k in new if new[k]!=old.get(k)}
     what = ' and '.join(changed) or 'which parameters are trained (`requires_grad`)'
-    is_users = {cb: not type(cb).__module__.startswith(('fastai.','fastaccum.')) for cb in learn.cbs}
-    names = ' or '.join(type(cb).__name__ for cb in learn.cbs if is_users[cb] and _per_micro_batch(cb))
+    classes = [type(cb) for cb in learn.cbs if _per_micro_batch(cb)]
+    names = ' or '.join(o.__name__ for o in classes if not o.__module__.startswith(('fastai.','fastaccum.')))
     self.warn_once('changes-within-a-step', callbacks=names or 'something', what=what)
 
 # %% ../../nbs/tell/02_differences.ipynb #loader

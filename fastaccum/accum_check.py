@@ -23,7 +23,7 @@ from .base.arguments import check_count, class_names, our_callback
 from .base.messages import refuse, text_of
 from .check.causes import (Probe, Row, callbacks_to_try, describe_modules,
     find_differing_callbacks, probe_batch)
-from .check.compare import Compare, grad_differences, relative_diff
+from .check.compare import Compare, grad_differences, largest, relative_diff
 from .restore.dry_run import DryRun
 from .step.batch import n_samples, split
 from .step.loader import by_batch_size, n_of, resizable, size_of
@@ -119,12 +119,10 @@ class _Setup:
         self.n_items = acc and acc.n_items               # counts the items that the loss is a mean of
         limit = acc and acc.limit
         self.split = limit.split if limit else split     # `f(batch, start, stop, n)` selects samples
+        bs = plan and plan.loaders[0].bs
+        may_split = bool(plan and limit) and limit.may_split(bs)
         # True if each batch of the loader is a step, and `acc` splits the batch into micro-batches
-        self.splits_batches = False
-        if plan is not None:
-            loader = plan.loaders[0]
-            may_split = limit is not None and limit.may_split(loader.bs)
-            self.splits_batches = may_split and plan.accum_bs_at(0)==loader.bs
+        self.splits_batches = may_split and plan.accum_bs_at(0)==bs
         # True if each batch of the loader is a micro-batch. It is also True without fastaccum's
         # callbacks, because `accum_check` then accumulates the loader's batches itself.
         self.loader_yields_parts = not self.splits_batches and (acc is not None or not self.cbs)
@@ -283,7 +281,6 @@ def _probe_first_batch(self:_Diagnosis):
         # if `whole_and_parts` has failed as well, ignore this error: the table shows the other one
         if not compare.why: raise
         return Probe(loss=Verdict('untried', reason=compare.why), why=compare.why)
-
 @patch
 def _rows_without(self:_Diagnosis, cb):
     "Return the number of rows that the model gets without callback `cb`; `None` if the step fails"
@@ -298,13 +295,13 @@ def _find_causes(self:_Diagnosis):
     "Freeze modules and leave out callbacks until the gradients agree; record causes and differences"
     probe,compare = self.probe,self.compare
     self.layers = grad_differences(self.whole.grads, self.parts.grads)
-    self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
+    self.off = self.frozen_off = self.rest_off = largest(self.layers)
     freeze,reset = [*probe.drawing,*probe.depending],probe.reset
     # A recurrent model may keep a hidden state for each sample. If the callback that splits the batch
     # also splits this state, the state causes no difference. To test this, compare without resetting
     # the state.
     may_split_state = probe.remembering and not self.setup.loader_yields_parts
-    if may_split_state and compare.largest_difference(freeze=freeze)<=self.tol:
+    if may_split_state and largest(compare.differences(freeze=freeze))<=self.tol:
         reset,probe.remembering = False,[]
         probe.predictions_off = 0.
     frozen = dict(freeze=freeze, reset=reset)
@@ -314,19 +311,18 @@ def _find_causes(self:_Diagnosis):
     if probe.n_rows==compare.n:
         self.cbs,self.needed = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
         if self.cbs: self.rest_off = self._difference_without(without=self.cbs, **frozen)
-    else:
-        # A callback adds or removes rows of the batch. To find it, leave out one callback at a time: the
-        # callback is to blame if the model then gets one row per sample. If the step then fails, nobody
-        # can tell, so the callback stays suspected.
-        cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
-        found = [o for o in cbs if self._rows_without(o) in (compare.n,None)]
-        self.cbs = found or cbs
+        return
+    # A callback adds or removes rows of the batch. To find it, leave out one callback at a time: the
+    # callback is to blame if the model then gets one row per sample. If the step then fails, nobody can
+    # tell, so the callback stays suspected.
+    cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
+    self.cbs = [o for o in cbs if self._rows_without(o) in (compare.n,None)] or cbs
 
 @patch
 def _difference_without(self:_Diagnosis, **kwargs):
     "Compare gradients with the arguments of `Compare.step`; set `remaining` and return its maximum"
     self.remaining = self.compare.differences(**kwargs)
-    return max(self.remaining.values(), default=0.)
+    return largest(self.remaining)
 
 # %% ../nbs/02_accum_check.ipynb #rows-model
 @patch
@@ -451,11 +447,10 @@ def _gradients_row(self:_Diagnosis):
 @patch
 def _buffers_row(self:_Diagnosis):
     "Return the table's row for the model's buffers"
-    off = None
-    if self.parts is not None:
-        pairs = [(b,self.parts.buffers.get(k)) for k,b in self.whole.buffers.items()]
-        off = max((relative_diff(a, b) for a,b in pairs if b is not None), default=0.)
-    return Row('model state', off, self.tol, self.compare.why)
+    if self.compare.why: return Row('model state', None, self.tol, self.compare.why)
+    whole,parts = self.whole.buffers,self.parts.buffers
+    off = largest({k:relative_diff(whole[k], parts[k]) for k in whole.keys() & parts.keys()})
+    return Row('model state', off, self.tol)
 
 @patch
 def _weights_row(self:_Diagnosis):

@@ -21,7 +21,7 @@ from fastai.callback.core import TrainEvalCallback
 from fastai.callback.fp16 import MixedPrecision
 from fastai.learner import Learner
 from torch import nn
-from .compare import Compare, part_sizes, relative_diff
+from .compare import Compare, largest, part_sizes, relative_diff
 from ..restore.dry_run import DryRun
 from ..restore.state import ChangedAttrs, ForwardState
 from ..step.batch import bounds, leaves, n_samples
@@ -213,7 +213,7 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
     could not be left out because the step fails without them.
     """
     def off_without(*cbs):
-        try: return compare.largest_difference(without=cbs, **kwargs)
+        try: return largest(compare.differences(without=cbs, **kwargs))
         except Exception as e:
             if is_out_of_memory(e): raise
             return float('inf')   # the step fails: the difference is unknown, so do not call it small
@@ -255,6 +255,6 @@ class Row(NamedTuple):
 def describe_modules(model:nn.Module, modules:list)->str:
     "Return a text that names `modules` of the model, grouped by class"
     names,by_class = {m:name for name,m in model.named_modules()},{}
-    for m in modules: by_class.setdefault(type(m).__name__, []).append(names.get(m, '?') or 'the model')
+    for m in modules: by_class.setdefault(type(m).__name__, []).append(names[m] or 'the model')
     def text(found): return ', '.join(found[:3]) + (f' and {len(found)-3} more' if len(found)>3 else '')
     return '; '.join(f'{cls} {text(found)}' for cls,found in by_class.items())

@@ -28,7 +28,7 @@ from ..step.split import BatchParts
 from .refuse import (batchnorms, check_left_out, has_body_with, hooked_params,
     per_micro_batch_comms)
 from ..whole.segments import has_segments
-from .trial import LossTrial, Verdict, watch_buffers
+from .trial import LossTrial, Verdict, hears, watch_buffers
 
 # %% ../../nbs/tell/02_differences.ipynb #chunks
 def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
@@ -58,7 +58,8 @@ class Warnings(Watch):
         self.loop = None     # the `StepLoop` that is watched
         self.comms = []      # texts: why processes communicate in each micro-batch
         self.done = set()    # names of the checks that are made once per fit, and were made
-        self.hooks = []      # handles of the hooks of `_watch_state`, until the micro-batch has run
+        # module -> handle of its hook from `_watch_state`, until its first call or the end of the micro-batch
+        self.hooks = {}
         # the `GradVersions` after a step's first micro-batch; `None` again once they are compared
         self.grads = None
         self.n_steps = 0     # steps of the fit so far
@@ -116,9 +117,9 @@ def begin_step(self:Warnings, i:int):
 def before_backward(self:Warnings):
     "Check the fit, unless the step has only this micro-batch"
     loop = self.loop
-    if self.hooks: self._unhook()
+    self._unhook()
     if self.comms: check_left_out(loop.processes, self.comms, False)
-    if loop.micro.n>loop.loader.sizes.bs: self._larger_batch(loop.micro.n)
+    self._check_size(loop.micro.n)
     if self.grads is not None: self._compare_grads()
     if self.n_steps<=self.steps_compared: self._compare_settings()
     # a step of a single micro-batch cannot differ
@@ -291,10 +292,9 @@ def remedy_of(verdict:Verdict, n:int)->str:
 @patch
 def _warn_model_state(self:Warnings, names:str):
     "Warn that the model keeps something from one forward pass to the next, in the attributes `names`"
-    has_reset = any(callable(getattr(m, 'reset', None)) for m in self.loop.learn.model.modules())
     if self.parts is not None: self.warn_once('hidden-state/split')
     # `_watch_state` warns of modules that can be reset, and knows whether they were
-    elif not has_reset: self.warn_once('changed-buffer', names)
+    elif not _resettable(self.loop.learn.model): self.warn_once('changed-buffer', names)
 
 # %% ../../nbs/tell/02_differences.ipynb #buffers
 @patch
@@ -370,7 +370,7 @@ def _warn_second_optimizer(cb, opt, warn_once):
     own = [o for o in vars(cb).values() if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
     others = [o for o in own if o is not opt and o is not getattr(opt, 'opt', None)]
     says_when = hasattr(cb, 'per_step')
-    if says_when or not others or not _per_micro_batch(cb): return
+    if says_when or not others or not hears(cb, _micro_batch_events): return
     warn_once('second-optimizer', cb)
 
 # %% ../../nbs/tell/02_differences.ipynb #holds-state
@@ -383,17 +383,21 @@ def _holds_state(o):
     return isinstance(o, (tuple,list)) and any(map(_holds_state, o))
 
 # %% ../../nbs/tell/02_differences.ipynb #state
+def _resettable(model):
+    "List the modules that have a method `reset`"
+    return [m for m in model.modules() if callable(getattr(m, 'reset', None))]
+
 @patch
 def _unhook(self:Warnings):
     "Remove the hooks of `_watch_state`"
-    for o in self.hooks: o.remove()
-    self.hooks = []
+    for o in self.hooks.values(): o.remove()
+    self.hooks = {}
 
 @patch
 def _watch_state(self:Warnings):
     "In this micro-batch, warn about modules that hold a state when they are first called"
-    loop,called = self.loop,set()
-    modules = [m for m in loop.learn.model.modules() if callable(getattr(m, 'reset', None))]
+    loop = self.loop
+    modules = _resettable(loop.learn.model)
     if not (modules and self.joins_batches and self.warns): return
     # splitting gives each sample its own state in models such as fastai's AWD_LSTM: see `HiddenRows`
     keeps_rows = any(hasattr(m, '_change_hidden') for m in modules)
@@ -403,19 +407,17 @@ def _watch_state(self:Warnings):
     def warn_of_state(m, *_):
         # Check only a module's first call. A text classifier calls its encoder once for each chunk of a
         # text, and the encoder is meant to keep its state between chunks: do not warn of that state.
-        is_first_call = m not in called
-        called.add(m)
+        self.hooks.pop(m).remove()
         own = [o for name,o in vars(m).items() if name not in _module_attrs]
-        if is_first_call and any(map(_holds_state, own)):
-            self.warn_once('hidden-state', m, n_here, instead)
-    self.hooks = [m.register_forward_pre_hook(warn_of_state) for m in modules]
+        if any(map(_holds_state, own)): self.warn_once('hidden-state', m, n_here, instead)
+    self.hooks = {m:m.register_forward_pre_hook(warn_of_state) for m in modules}
 
 # %% ../../nbs/tell/02_differences.ipynb #before-split
 @patch
 def before_part(self:Warnings, parts:BatchParts, n:int):
     "Before a part of a batch runs, warn if the rows of the batch are no samples"
     self.parts = parts
-    if n>self.loop.loader.sizes.bs: self._larger_batch(n)
+    self._check_size(n)
     if parts.n>n: self.warn_once('rows-of-a-split-batch', rows=parts.n, n=n)
 
 # %% ../../nbs/tell/02_differences.ipynb #steps
@@ -432,10 +434,6 @@ def _compare_grads(self:Warnings):
 # events that come for each micro-batch
 _micro_batch_events = 'before_batch','after_pred','after_loss','before_backward','after_backward'
 
-def _per_micro_batch(cb):
-    "Whether the callback has a method for an event that comes for each micro-batch"
-    return any(hasattr(type(cb), o) or o in vars(cb) for o in _micro_batch_events)
-
 def _settings(opt):
     "Return the optimizer's hyper-parameters, and which of its parameters are trained"
     return [dict(o) for o in opt.hypers],[p.requires_grad for p in params_of(opt)]
@@ -449,23 +447,24 @@ def _compare_settings(self:Warnings):
     pairs = zip(before[0], self.settings[0])
     changed = {f'`{k}`':0 for old,new in pairs for k in new if new[k]!=old.get(k)}
     what = ' and '.join(changed) or 'which parameters are trained (`requires_grad`)'
-    classes = [type(cb) for cb in learn.cbs if _per_micro_batch(cb)]
+    classes = [type(cb) for cb in learn.cbs if hears(cb, _micro_batch_events)]
     names = ' or '.join(o.__name__ for o in classes if not o.__module__.startswith(('fastai.','fastaccum.')))
     self.warn_once('changes-within-a-step', callbacks=names or 'something', what=what)
 
 # %% ../../nbs/tell/02_differences.ipynb #loader
 @patch
-def _larger_batch(self:Warnings, n:int):
-    "Warn that a batch has `n` samples, more than the loader's batch size"
+def _check_size(self:Warnings, n:int):
+    "Warn if a batch has `n` samples, and this is more than the loader's batch size"
+    dl,bs = self.loop.loader.dl,self.loop.loader.sizes.bs
+    if n<=bs: return
     # fastai's DataLoader would put more items into a batch, instead of only reporting another size
-    is_fastais = isinstance(getattr(self.loop.loader.dl, 'dl', self.loop.loader.dl), DataLoader)
-    key = 'larger-batches/fastai' if is_fastais else 'larger-batches'
-    self.warn_once(key, n, self.loop.loader.sizes.bs)
+    is_fastais = isinstance(getattr(dl, 'dl', dl), DataLoader)
+    self.warn_once('larger-batches/fastai' if is_fastais else 'larger-batches', n, bs)
 
 @patch
 def _more_batches(self:Warnings, n_steps:int):
     "Warn that the loader yields more batches than the `n_steps` planned steps need"
-    # If batches are larger than planned, the steps need fewer of them, so some are left. `larger_batch`
+    # If batches are larger than planned, the steps need fewer of them, so some are left. `_check_size`
     # has already warned that batches are larger.
     if 'larger-batches' in self.warn_once.given: return
     self.warn_once('more-batches', n_steps)

@@ -136,8 +136,8 @@ class _Setup:
 def sizes_to_try(self:_Setup, dl:object, accum_bs:int|None)->list:
     """List what to compare until it fits in memory: (samples in the batch, samples in a micro-batch)
 
-    The samples in the batch are `None` for a batch of the loader, those in a micro-batch if a step is not
-    divided. With 'auto', a step that does not fit is followed by the size that a fit has found.
+    The first number is `None` for a batch of the loader, the second one if a step is not divided. With
+    'auto', a step that does not fit is followed by the size that a fit has found.
     """
     bs = size_of(dl) if resizable(dl) else None
     cache_size = self.cache.size if self.cache else None
@@ -148,16 +148,18 @@ def sizes_to_try(self:_Setup, dl:object, accum_bs:int|None)->list:
         n = accum_bs or min(*self.plan.full_sizes(self.plan.accum_bs_at(0)), self.plan.n)
         micro = self.plan.loaders[0].micro_bs
     elif bs: micro = cache_size
-    if micro and micro<n: res,fitting = [(n,micro)],min(micro, cache_size or micro)
+    if micro and micro<n:
+        res = [(n,micro)]
+        fitting = min(micro, cache_size or micro)
     else:
-        # Parts of equal sizes would hide a wrong weighting, and BatchNorm refuses a part of 1 sample. The
-        # smallest unequal parts have 2 and 3 samples, so compare 5 if the loader's batches are smaller.
+        # Parts of equal sizes would hide a wrong weighting, and BatchNorm refuses a part of 1 sample.
+        # The smallest unequal parts have 2 and 3 samples: compare 5 if the loader's batches are smaller.
         is_too_small = bs and bs<5<=(n_of(dl) or 0)
         whole = accum_bs or (5 if is_too_small else None)
         found = self.acc.limit.max_train if shrinks else None
-        res,fitting = [(whole,None)],found or smaller(whole or bs)
-    # compare the samples that the user has asked for, or none
-    while fitting and not accum_bs:
+        res = [(whole,None)]
+        fitting = found or smaller(whole or bs)
+    while fitting and not accum_bs:   # never compare fewer samples than the user has asked for
         res.append((fitting,None))
         fitting = smaller(fitting)
     return res

@@ -43,9 +43,9 @@ def _digest(t):
 # %% ../../nbs/check/01_causes.ipynb #trace
 class ModuleTrace:
     "Runs a model on batches, with some modules frozen in evaluation mode, and records module calls"
-    def __init__(self, model:nn.Module, state:ForwardState, batches:list, frozen:list|tuple=(), seed:int=0,
-        reset:bool=False):
-        # for each batch: (name of a module, 'inputs' or 'outputs') -> digests of the tensors of all calls
+    def __init__(self, model:nn.Module, state:ForwardState, batches:list, frozen:tuple|list=(),
+        seed:int=0, reset:bool=False):
+        # for each batch: (name of a module, 'inputs' or 'outputs') -> digests of the tensors of its calls
         self.batches = []
         hooks = [m.register_forward_hook(partial(self._note, name), with_kwargs=True)
             for name,m in model.named_modules()]
@@ -60,7 +60,7 @@ class ModuleTrace:
                     model(*xb)
         finally:
             for h in hooks: h.remove()
-        # names of the modules that ran, the innermost first, because a call is noted when it ends
+        # names of the modules that ran; inner modules come first, because a call is noted when it ends
         self.names = [name for name,kind in self.batches[0] if kind=='inputs']
 
     def _note(self, name, m, args, kwargs, out):
@@ -71,7 +71,7 @@ class ModuleTrace:
         self.batches[-1][name,'outputs'] += outputs
 
     def join(self, name:str, kind:str)->list:
-        "Join a module's 'inputs' or 'outputs' over all batches; `[]` if batches have unlike numbers of them"
+        "Join a module's 'inputs' or 'outputs' over all batches; `[]` if the batches have unlike numbers"
         batches = [o[name,kind] for o in self.batches]
         is_possible = len({*map(len, batches)})==1
         return [torch.cat(ts) for ts in zip(*batches)] if is_possible else []
@@ -89,6 +89,13 @@ def _differs_by_itself(a, b, name, tol):
     return _difference(a, b, name, 'inputs')<=tol<_difference(a, b, name, 'outputs')
 
 # %% ../../nbs/check/01_causes.ipynb #modules-find
+def _innermost_at_fault(model, a, b, tol, frozen):
+    "Return the innermost module that differs by itself in the traces and can be frozen, or `None`"
+    for name in a.names:   # inner modules come first
+        m = model.get_submodule(name)
+        may_freeze = m is not model and m not in frozen and not isinstance(m, nn.Sequential)
+        if may_freeze and _differs_by_itself(a, b, name, tol): return m
+
 def find_differing_modules(model:nn.Module, tol:float, trace_a:Callable, trace_b:Callable,
     frozen:tuple|list=())->tuple:
     """Find modules that return different outputs for the same inputs, until the predictions agree
@@ -99,7 +106,7 @@ def find_differing_modules(model:nn.Module, tol:float, trace_a:Callable, trace_b
 
     TypeError: the predictions cannot be compared
     """
-    first_diff,found,modules = None,[],dict(model.named_modules())
+    first_diff,found = None,[]
     for _ in range(8):   # each round freezes one class of modules; 8 rounds limit the time
         all_frozen = *frozen,*found
         a = trace_a(all_frozen)
@@ -110,18 +117,19 @@ def find_differing_modules(model:nn.Module, tol:float, trace_a:Callable, trace_b
                 'they need a row for each sample')
         if first_diff is None: first_diff = diff
         if diff<=tol: return first_diff,True,found
-        for name in a.names:   # the innermost module at fault comes first
-            m = modules[name]
-            may_freeze = m is not model and m not in all_frozen and not isinstance(m, nn.Sequential)
-            if may_freeze and _differs_by_itself(a, b, name, tol): break
-        else: break   # none of the other modules differs by itself
-        same_class = [o for o in modules.values() if type(o) is type(m)]
-        new = [o for o in same_class if o.training and o not in all_frozen] or [m]
-        # Unfreeze modules inside of those in `new` that were found in earlier rounds: perhaps only the
-        # outer module is at fault, as fastai's `WeightDropout`, which changes the weights of an LSTM.
-        inside = {o for m in new for o in m.modules()}
-        found = [m for m in found if m not in inside]+new
+        m = _innermost_at_fault(model, a, b, tol, all_frozen)
+        if m is None: break
+        found = _with_class_of(m, model, found, all_frozen)
     return first_diff,False,found
+
+def _with_class_of(m, model, found, frozen):
+    "Return the modules in `found` and those of the class of `m`, but no module inside of the latter"
+    same_class = [o for o in model.modules() if type(o) is type(m)]
+    new = [o for o in same_class if o.training and o not in frozen] or [m]
+    # Unfreeze modules inside of those in `new` that were found in earlier rounds: perhaps only the outer
+    # module is at fault, as fastai's `WeightDropout`, which changes the weights of an LSTM.
+    inside = {o for m in new for o in m.modules()}
+    return [o for o in found if o not in inside]+new
 
 # %% ../../nbs/check/01_causes.ipynb #first
 # data type -> the largest relative difference that counts as rounding
@@ -132,7 +140,7 @@ class Probe:
     "What was found by running the model and the loss on a batch and its parts; differences are relative"
     tol:float=0. # The largest difference that counts as rounding
     n_rows:int=0 # Rows in the model's inputs: more than samples if callbacks add rows
-    # Whether the loss of unequal parts is that of the whole batch
+    # Shows whether the loss of unequal parts is that of the whole batch
     loss:Verdict=Verdict('untried', reason='the batch has one sample')
     draws_off:float|None=None # Difference of the predictions with two seeds; `None` if unknown
     predictions_off:float|None=None # Difference of the predictions between parts and whole batch
@@ -172,10 +180,9 @@ def probe_batch(
 # %% ../../nbs/check/01_causes.ipynb #first-model
 def _probe_model(probe, model, xb, compare):
     "Find modules that make predictions differ with another seed, in a second run, or in parts"
-    n = probe.n_rows
-    # if a callback has added rows, the sum of `compare.sizes` is not the number of rows: choose other sizes
-    sizes = compare.sizes if n==compare.n else part_sizes(n)
-    parts = [compare.setup.split(xb, *o, n) for o in bounds(sizes)]
+    # if a callback has added rows, the sum of `compare.sizes` is not the number of rows: use other sizes
+    sizes = compare.sizes if probe.n_rows==compare.n else part_sizes(probe.n_rows)
+    parts = [compare.setup.split(xb, *o, probe.n_rows) for o in bounds(sizes)]
     trace = partial(ModuleTrace, model, ForwardState(model.modules()))
     find = partial(find_differing_modules, model, probe.tol)
     @cache
@@ -192,12 +199,13 @@ def _probe_model(probe, model, xb, compare):
         *_,probe.remembering = find(lambda _: once, lambda _: again)
         probe.reset = hasattr(model, 'reset')
     probe.predictions_off,agree,depending = find(whole, in_parts, drawing)
-    if probe.reset: _,agree,depending = find(partial(whole, reset=True), partial(in_parts, reset=True), drawing)
+    if probe.reset:
+        _,agree,depending = find(partial(whole, reset=True), partial(in_parts, reset=True), drawing)
     elif remembers: agree,depending = False,[]
     probe.agree,probe.depending = agree,depending
     if agree: return
-    # The predictions differ although all of these modules are frozen. The other BatchNorm layers that ran
-    # are at fault as well: in training mode, BatchNorm's output for a sample depends on the batch.
+    # The predictions differ although these modules are frozen. The other BatchNorm layers that ran are
+    # at fault as well: in training mode, BatchNorm's output for a sample depends on the batch.
     ran = [model.get_submodule(name) for name in once.names]
     probe.depending += [m for m in batchnorms(model) if m in ran and m not in depending]
 

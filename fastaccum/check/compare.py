@@ -10,7 +10,7 @@ __all__ = ['part_sizes', 'CaptureGrads', 'relative_diff', 'grad_differences', 'L
 # %% ../../nbs/check/00_compare.ipynb #imports
 import torch
 from collections.abc import Callable
-from math import inf
+from math import ceil, inf
 from traceback import walk_tb
 from fastai.callback.core import Callback, CancelFitException, CancelStepException
 from fastai.callback.fp16 import MixedPrecision
@@ -25,7 +25,7 @@ from ..step.loader import batches_of, size_of
 from ..step.memory import is_out_of_memory
 
 # %% ../../nbs/check/00_compare.ipynb #sizes
-def _in_order(n, most):
+def _loader_sizes(n, most):
     "Divide `n` samples as a loader does: into parts of `most` samples, and a part with the rest"
     return [min(most, n-start) for start in range(0, n, most)]
 
@@ -40,7 +40,7 @@ def part_sizes(n:int, most:float=inf)->list[int]:
     # last part is a single sample, which BatchNorm refuses. In both cases, divide the last `most+rest`
     # samples into two or three unequal parts.
     if rest<2 and most>2: return [most]*(n//most-1)+part_sizes(most+rest)
-    return _in_order(n, most)
+    return _loader_sizes(n, most)
 
 def _sizes_to_try(n, most, of_fit=False, evenly=False):
     """Return lists of part sizes in the order to try them
@@ -48,13 +48,15 @@ def _sizes_to_try(n, most, of_fit=False, evenly=False):
     `of_fit`: the sizes of the fit come first. `evenly`: callbacks that are told only the largest size
     divide the batch, and make the parts as equal as possible.
     """
-    even,halves = even_sizes(n, most),even_sizes(n, max(1, n//2))
+    even = even_sizes(n, most)
+    halves = even_sizes(n, max(1, n//2))
     if evenly:
         usual,others = [even],[halves]
         divisions = (even_sizes(n, o) for o in range(min(most, n-1), 0, -1))
         unequal = next((sizes for sizes in divisions if len({*sizes})>1), even)
     else:
-        usual,unequal = [_in_order(n, most),even],part_sizes(n, most)
+        usual = [_loader_sizes(n, most),even]
+        unequal = part_sizes(n, most)
         others = [[n//2,n//4,n//4],halves] if n%4==0 else [halves]
     res = [*usual,unequal,*others] if of_fit else [unequal,*usual,*others]
     # leave out repeated sizes, and sizes that divide nothing or are too large, unless no others are left
@@ -134,9 +136,9 @@ class Compare:
     "Runs the Learner's fit on a whole batch and on parts of the batch, and compares the gradients"
     def __init__(self,
         run:DryRun, # Runs fits of the Learner
-        # Says how a step is divided. `make_cbs(n, sizes)` returns callbacks that run `n` samples in parts of
+        # How a step is divided: `make_cbs(n, sizes)` returns callbacks that run `n` samples in parts of
         # these sizes; `loader_yields_parts` says whether the loader yields the parts, or callbacks split
-        # batches; and `split(batch, start, stop, n)` returns samples `start` to `stop` of a batch.
+        # batches; and `split(batch, start, stop, n)` returns samples `start` to `stop` of a batch
         setup:object,
         bs:int|None=None, # Samples in the whole batch; default: the loader's batch size
         n_batches:int=1, # Number of batches of `bs` samples to read from the loader
@@ -148,8 +150,7 @@ class Compare:
         finally: run.snap.put_back()
         # whole batches, without the incomplete last batch of an epoch
         self.wholes = [b for b in batches if n_samples(b, self.n)==self.n]
-        loader_bs = size_of(run.dl)
-        self.most = micro or min(loader_bs or self.n, self.n)   # the most samples in a part
+        self.most = micro or min(size_of(run.dl) or self.n, self.n)   # the most samples in a part
         # lists of part sizes, in the order in which `whole_and_parts` tries them until a fit succeeds
         evenly = not setup.loader_yields_parts
         self.to_try = _sizes_to_try(self.n, self.most, micro is not None, evenly)
@@ -227,10 +228,9 @@ def _try_step(self:Compare, in_parts):
     "Run `step`; if it fails twice, set `why` to a description of the error and return `None`"
     try: return self.step(in_parts)
     except Exception as e:
-        is_ours = more_link('') in str(e)
         # If `e` is an error of fastaccum, raise it again, because its message names a remedy. For parts,
         # do not raise it, because `whole_and_parts` tries other sizes of parts, which may work.
-        is_ours_for_whole = is_ours and not in_parts
+        is_ours_for_whole = more_link('') in str(e) and not in_parts
         if is_out_of_memory(e) or is_ours_for_whole: raise
         try: self.step(in_parts)
         except Exception: pass
@@ -267,8 +267,8 @@ def train_both_ways(self:Compare)->tuple:
     the number of steps on parts.
     """
     start = _weights(self.run.learn)
-    n_parts = max(2, -(-self.n//self.most))
-    sizes = even_sizes(self.n, -(-self.n//n_parts))
+    half = ceil(self.n/2)
+    sizes = even_sizes(self.n, min(self.most, half))
     first_sizes_failed = self.sizes!=self.to_try[0]
     if first_sizes_failed: sizes = self.sizes   # the sizes with which `whole_and_parts` succeeded
     def train(in_parts):

@@ -58,8 +58,7 @@ class Warnings(Watch):
         self.loop = None     # the `StepLoop` that is watched
         self.comms = []      # texts: why processes communicate in each micro-batch
         self.done = set()    # names of the checks that are made once per fit, and were made
-        # module -> handle of its hook from `_watch_state`, until its first call or the end of the micro-batch
-        self.hooks = {}
+        self.hooks = {}      # module -> handle of its hook from `_watch_state`, until it is removed
         # the `GradVersions` after a step's first micro-batch; `None` again once they are compared
         self.grads = None
         self.n_steps = 0     # steps of the fit so far
@@ -71,8 +70,7 @@ class Warnings(Watch):
         self.parts = None    # the `BatchParts` of the Learner's batch, if it is split
         self.waiting = None  # a `SingleSample` that waits for another micro-batch of one sample
         self.n_waits = 16    # how many samples may still wait in this fit
-        # while the first micro-batch of a fit runs, a function that names the buffers that have changed
-        self.changed_buffers = None
+        self.changed_buffers = None # `watch_buffers`, while the first micro-batch of a fit runs
 
     @property
     def warns(self)->bool:
@@ -117,13 +115,15 @@ def begin_step(self:Warnings, i:int):
 def before_backward(self:Warnings):
     "Check the fit, unless the step has only this micro-batch"
     loop = self.loop
-    self._unhook()
+    if self.hooks: self._unhook()
     if self.comms: check_left_out(loop.processes, self.comms, False)
-    self._check_size(loop.micro.n)
+    if loop.micro.n>loop.loader.sizes.bs: self._larger_batch(loop.micro.n)
     if self.grads is not None: self._compare_grads()
     if self.n_steps<=self.steps_compared: self._compare_settings()
     # a step of a single micro-batch cannot differ
-    if loop.is_last_micro_batch or not self.is_first_time('batch') or not self.warns: return
+    if 'batch' in self.done or loop.is_last_micro_batch: return
+    self.done.add('batch')
+    if not self.warns: return
     warn_chunks(loop.learn.model, loop.learn.xb, self.warn_once)
     if self.is_first_time('fit'): self._check_fit(loop.micro.n, loop.step.n_here, loop.step.n_all)
 
@@ -153,7 +153,7 @@ def own_backward(self:Warnings, counts:bool, changed:bool):
 
     RuntimeError: it changed gradients in a way that the loop cannot weigh
     """
-    if counts and self.comms: check_left_out(self.loop.processes, self.comms, False)
+    if counts: check_left_out(self.loop.processes, self.comms, False)
     if changed and not counts: raise refuse('own-backward-pass')
 
 @patch
@@ -183,17 +183,18 @@ class SingleSample:
     "A copy of a micro-batch of one sample; `changed` finds the attributes that have a row for it"
     def __init__(self, learn:Learner, changed:ChangedAttrs):
         self.batch = copies((tuple(learn.xb),tuple(learn.yb)))
-        # (dict of attributes, name, value) for each attribute with a row
+        # for each attribute with a row: (dict of attributes, name, value)
         self.attrs = [(attrs,name,copies(o)) for attrs,name,o in changed.since()
             if name not in ('xb','yb') and has_rows(o, 1)]
 
     def joined(self, other:'SingleSample')->tuple|None:
         """Join this sample with another one
 
-        Returns inputs, targets, and (dict of attributes, name, value) for each attribute with rows; `None`
-        if the samples have different shapes.
+        Returns inputs, targets, and (dict of attributes, name, value) for each attribute with rows, or
+        `None` if the samples have different shapes.
         """
-        pairs = [(d,name,[o,x]) for d,name,o in self.attrs for e,k,x in other.attrs if d is e and name==k]
+        pairs = [(d,name,[o,x]) for d,name,o in self.attrs for e,k,x in other.attrs
+            if d is e and name==k]
         try:
             xb,yb = join([self.batch,other.batch], [1,1])
             return xb,yb,[(d,name,join(rows, [1,1])) for d,name,rows in pairs]
@@ -217,11 +218,12 @@ def _begin_batch(self:Warnings):
 def before_forward(self:Warnings):
     "Try the loss if a trial is due and the step has other micro-batches, and watch buffers and states"
     loop = self.loop
-    if not loop.is_last_micro_batch:
-        if self.n_left>0 and self.attrs is not None: self._try_loss()
-        if self.is_first_time('buffers') and self.warns:
-            self.changed_buffers = watch_buffers(loop.learn.model)
-    if loop.mean.n_micro_batches and self.is_first_time('state'): self._watch_state()
+    is_due = self.n_left>0 and self.attrs is not None
+    if (is_due or 'buffers' not in self.done) and not loop.is_last_micro_batch:
+        if is_due: self._try_loss()
+        is_watched = self.is_first_time('buffers') and self.warns
+        if is_watched: self.changed_buffers = watch_buffers(loop.learn.model)
+    if loop.mean.n_micro_batches and 'state' not in self.done: self._watch_state()
 
 # %% ../../nbs/tell/02_differences.ipynb #trials-try-loss
 @patch
@@ -396,6 +398,7 @@ def _unhook(self:Warnings):
 @patch
 def _watch_state(self:Warnings):
     "In this micro-batch, warn about modules that hold a state when they are first called"
+    self.done.add('state')
     loop = self.loop
     modules = _resettable(loop.learn.model)
     if not (modules and self.joins_batches and self.warns): return
@@ -417,7 +420,7 @@ def _watch_state(self:Warnings):
 def before_part(self:Warnings, parts:BatchParts, n:int):
     "Before a part of a batch runs, warn if the rows of the batch are no samples"
     self.parts = parts
-    self._check_size(n)
+    if n>self.loop.loader.sizes.bs: self._larger_batch(n)
     if parts.n>n: self.warn_once('rows-of-a-split-batch', rows=parts.n, n=n)
 
 # %% ../../nbs/tell/02_differences.ipynb #steps
@@ -427,8 +430,7 @@ def _compare_grads(self:Warnings):
     n = len(self.grads.changed())
     self.grads = None
     self.done.add('gradients')
-    if not n: return
-    self.warn_once('gradients-changed', parameters=count_of(n, 'parameter'))
+    if n: self.warn_once('gradients-changed', parameters=count_of(n, 'parameter'))
 
 # %% ../../nbs/tell/02_differences.ipynb #settings
 # events that come for each micro-batch
@@ -447,16 +449,16 @@ def _compare_settings(self:Warnings):
     pairs = zip(before[0], self.settings[0])
     changed = {f'`{k}`':0 for old,new in pairs for k in new if new[k]!=old.get(k)}
     what = ' and '.join(changed) or 'which parameters are trained (`requires_grad`)'
-    classes = [type(cb) for cb in learn.cbs if hears(cb, _micro_batch_events)]
-    names = ' or '.join(o.__name__ for o in classes if not o.__module__.startswith(('fastai.','fastaccum.')))
+    heard = [type(cb) for cb in learn.cbs if hears(cb, _micro_batch_events)]
+    users = [o for o in heard if not o.__module__.startswith(('fastai.','fastaccum.'))]
+    names = ' or '.join(o.__name__ for o in users)
     self.warn_once('changes-within-a-step', callbacks=names or 'something', what=what)
 
 # %% ../../nbs/tell/02_differences.ipynb #loader
 @patch
-def _check_size(self:Warnings, n:int):
-    "Warn if a batch has `n` samples, and this is more than the loader's batch size"
+def _larger_batch(self:Warnings, n:int):
+    "Warn that a batch has `n` samples, more than the loader's batch size"
     dl,bs = self.loop.loader.dl,self.loop.loader.sizes.bs
-    if n<=bs: return
     # fastai's DataLoader would put more items into a batch, instead of only reporting another size
     is_fastais = isinstance(getattr(dl, 'dl', dl), DataLoader)
     self.warn_once('larger-batches/fastai' if is_fastais else 'larger-batches', n, bs)
@@ -464,7 +466,7 @@ def _check_size(self:Warnings, n:int):
 @patch
 def _more_batches(self:Warnings, n_steps:int):
     "Warn that the loader yields more batches than the `n_steps` planned steps need"
-    # If batches are larger than planned, the steps need fewer of them, so some are left. `_check_size`
+    # If batches are larger than planned, the steps need fewer of them, so some are left. `_larger_batch`
     # has already warned that batches are larger.
     if 'larger-batches' in self.warn_once.given: return
     self.warn_once('more-batches', n_steps)

@@ -9,22 +9,23 @@ __all__ = ['AccumCheck']
 
 # %% ../nbs/02_accum_check.ipynb #imports
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from textwrap import wrap
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.learner import Learner
 from fastcore.basics import patch
-from fastcore.foundation import L
 from torch.nn.modules.batchnorm import _BatchNorm
 from .accumulation import GradientAccumulation
 from .cache import check_cached
-from .base.arguments import check_count, our_callback
+from .base.arguments import check_count, class_names, our_callback
 from .base.messages import refuse, text_of
-from .check.causes import (FirstBatchProbe, Row, callbacks_to_try, describe_modules,
-    find_differing_callbacks)
-from .check.compare import Compare, grad_differences, relative_diff
+from .check.causes import (Probe, Row, callbacks_to_try, describe_modules,
+    find_differing_callbacks, probe_batch)
+from .check.compare import Compare, grad_differences, largest, relative_diff
 from .restore.dry_run import DryRun
-from .step.batch import split
+from .step.batch import n_samples, split
 from .step.loader import by_batch_size, n_of, resizable, size_of
 from .step.memory import free_memory, is_out_of_memory
 from .tell.differences import remedy_of
@@ -69,24 +70,24 @@ def accum_check(self:Learner,
 # %% ../nbs/02_accum_check.ipynb #what-fits
 def _check_what_fits(run, setup, accum_bs, steps, no_cbs):
     "Compare a step, or as many samples as fit in memory; return the `AccumCheck`"
-    bs,micro_bs,fitting_bs = setup.sizes(run.dl, accum_bs)
-    def diagnose(bs, micro_bs):
-        compare = Compare(run, setup.make_cbs, setup.loader_yields_parts, setup.split, bs, max(1, steps),
-            micro_bs)
+    def check(bs, micro_bs):
+        compare = Compare(run, setup, bs, max(1, steps), micro_bs)
         if accum_bs and compare.n<accum_bs: raise refuse('samples-to-check', accum_bs, compare.n)
-        return _Diagnosis(compare, setup, no_cbs).diagnose(steps)
-    found,too_many = None,None
-    while found is None:
-        try: found = diagnose(bs, micro_bs)
+        found = _Diagnosis(compare, setup)
+        sizes = [compare.n] if compare.why else compare.sizes
+        return AccumCheck(found.rows(steps, no_cbs), sizes, found.layers, found.remaining)
+    to_try = setup.sizes_to_try(run.dl, accum_bs)
+    for i,(bs,micro_bs) in enumerate(to_try):
+        try:
+            res = check(bs, micro_bs)
+            break
         except Exception as e:
-            if accum_bs or not fitting_bs or not is_out_of_memory(e): raise
-        # prepare the next try outside of `except`, because the exception keeps this try's tensors
-        if found is None:
-            free_memory()
-            too_many = too_many or bs or size_of(run.dl)
-            bs,micro_bs = fitting_bs,None
-            fitting_bs = setup.smaller(fitting_bs)
-    return AccumCheck(found.rows, found.sizes, found.layers, found.remaining, too_many)
+            is_last = i+1==len(to_try)
+            if is_last or not is_out_of_memory(e): raise
+        # free memory outside of `except`, because the exception keeps this try's tensors
+        free_memory()
+    if i>0: res.too_many = to_try[0][0] or size_of(run.dl)
+    return res
 
 # %% ../nbs/02_accum_check.ipynb #args
 def _check_args(learn, accum_bs, steps):
@@ -118,12 +119,10 @@ class _Setup:
         self.n_items = acc and acc.n_items               # counts the items that the loss is a mean of
         limit = acc and acc.limit
         self.split = limit.split if limit else split     # `f(batch, start, stop, n)` selects samples
+        bs = plan and plan.loaders[0].bs
+        may_split = bool(plan and limit) and limit.may_split(bs)
         # True if each batch of the loader is a step, and `acc` splits the batch into micro-batches
-        self.splits_batches = False
-        if plan is not None:
-            loader = plan.loaders[0]
-            may_split = limit is not None and limit.may_split(loader.bs)
-            self.splits_batches = may_split and plan.accum_bs_at(0)==loader.bs
+        self.splits_batches = may_split and plan.accum_bs_at(0)==bs
         # True if each batch of the loader is a micro-batch. It is also True without fastaccum's
         # callbacks, because `accum_check` then accumulates the loader's batches itself.
         self.loader_yields_parts = not self.splits_batches and (acc is not None or not self.cbs)
@@ -134,38 +133,38 @@ class _Setup:
 
 # %% ../nbs/02_accum_check.ipynb #setup-sizes
 @patch
-def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
-    """Return the number of samples in a step, in a micro-batch, and in a batch that fits in memory
+def sizes_to_try(self:_Setup, dl:object, accum_bs:int|None)->list:
+    """List what to compare until it fits in memory: (samples in the batch, samples in a micro-batch)
 
-    The last two are `None` if a step is not divided. With 'auto', the last one is the size that a fit has
-    found, or the next one to try.
+    The first number is `None` for a batch of the loader, the second one if a step is not divided. With
+    'auto', a step that does not fit is followed by the size that a fit has found.
     """
     bs = size_of(dl) if resizable(dl) else None
     cache_size = self.cache.size if self.cache else None
     n,micro = accum_bs or bs,None
+    shrinks = self.splits_batches and self.acc.limit.shrinks
+    def smaller(n): return n//2 if shrinks and n and n>=4 else None
     if bs and self.plan:
         n = accum_bs or min(*self.plan.full_sizes(self.plan.accum_bs_at(0)), self.plan.n)
         micro = self.plan.loaders[0].micro_bs
     elif bs: micro = cache_size
-    if micro and micro<n: return n,micro,min(micro, cache_size or micro)
-    # Parts of equal sizes would hide a wrong weighting, and BatchNorm refuses a part of 1 sample. The
-    # smallest unequal parts have 2 and 3 samples, so compare 5 if the loader's batches are smaller.
-    is_too_small = accum_bs is None and bs and bs<5<=(n_of(dl) or 0)
-    if is_too_small: accum_bs = 5
-    found = self.acc.limit.max_train if self._shrinks else None
-    return accum_bs,None,found or self.smaller(accum_bs or bs)
+    if micro and micro<n:
+        res = [(n,micro)]
+        fitting = min(micro, cache_size or micro)
+    else:
+        # Parts of equal sizes would hide a wrong weighting, and BatchNorm refuses a part of 1 sample.
+        # The smallest unequal parts have 2 and 3 samples: compare 5 if the loader's batches are smaller.
+        is_too_small = bs and bs<5<=(n_of(dl) or 0)
+        whole = accum_bs or (5 if is_too_small else None)
+        found = self.acc.limit.max_train if shrinks else None
+        res = [(whole,None)]
+        fitting = found or smaller(whole or bs)
+    while fitting and not accum_bs:   # never compare fewer samples than the user has asked for
+        res.append((fitting,None))
+        fitting = smaller(fitting)
+    return res
 
 # %% ../nbs/02_accum_check.ipynb #setup-sizes-shrinks
-@patch(as_prop=True)
-def _shrinks(self:_Setup)->bool:
-    "Whether micro-batches of the fit become smaller where memory runs out"
-    return self.splits_batches and self.acc.limit.shrinks
-
-@patch
-def smaller(self:_Setup, n:int|None)->int|None:
-    "Return the next size to try if `n` samples do not fit; `None` if there is none, as without 'auto'"
-    return n//2 if self._shrinks and n and n>=4 else None
-
 @patch
 def make_cbs(self:_Setup, n:int, sizes:list)->list:
     "Return callbacks that run one step of `n` samples in parts of the given `sizes`"
@@ -218,12 +217,6 @@ def _title(self:AccumCheck):
     if not self.too_many: return title
     return f'{self.too_many} samples do not fit in memory at once, so {n} were compared:\n{title}'
 
-@patch
-def _cells(self:AccumCheck):
-    "Return the text of the table's cells, row by row"
-    rows = [(o.what,o.state,o.where,o.remedy) for o in self.rows]
-    return [('what','result','where','remedy'),*rows]
-
 # %% ../nbs/02_accum_check.ipynb #result-shown-repr
 @patch
 def __repr__(self:AccumCheck):
@@ -246,29 +239,27 @@ def _wrapped(text, indent=''):
 
 @patch
 def _repr_markdown_(self:AccumCheck):
-    lines = [' | '.join(o.replace('|', r'\|') for o in row) for row in self._cells()]
-    head,*rows = [f'| {o} |' for o in lines]
-    return '\n'.join([self._title(),'',head,'|---|---|---|---|',*rows])
+    rows = [('what','result','where','remedy'),*((o.what,o.state,o.where,o.remedy) for o in self.rows)]
+    cells = [[text.replace('|', r'\|') for text in row] for row in rows]
+    head,*lines = [f"| {' | '.join(row)} |" for row in cells]
+    return '\n'.join([self._title(),'',head,'|---|---|---|---|',*lines])
 
 # %% ../nbs/02_accum_check.ipynb #find
 class _Diagnosis:
     "Compares the gradients of a whole batch with those of its parts, and finds out why they differ"
-    def __init__(self, compare, setup, no_cbs):
+    def __init__(self, compare, setup):
         self.compare,self.setup = compare,setup
         self.model = compare.run.learn.model
-        # True if `accum_check` got no `cbs=`, and so cannot know callbacks that are passed only to `fit`
-        self.no_cbs = no_cbs
-        self.whole = None        # `CaptureGrads` of a step on the whole batch; `None` if the step failed
-        self.parts = None        # `CaptureGrads` of the step in micro-batches; `None` if the step failed
-        self.sizes = []          # samples in each micro-batch
-        self.probe = None        # a `FirstBatchProbe`, which has run the model and the loss on parts
-        self.tol = 0.            # the largest relative difference that counts as rounding
+        # `CaptureGrads` of a step on the whole batch, and in micro-batches; `None` if the step failed
+        self.whole,self.parts = compare.whole_and_parts()
+        self.probe = self._probe_first_batch()
+        self.tol = self.probe.tol
         self.off = None          # the largest relative difference of a gradient; `None` if unknown
         # like `off`, but measured while modules that draw random numbers, or whose output for a sample
         # depends on the other samples of the batch, are in evaluation mode
-        self.frozen_off = None
+        self.frozen_off = inf
         # like `frozen_off`, and with the callbacks in `self.cbs` left out
-        self.rest_off = None
+        self.rest_off = inf
         self.cbs = []            # callbacks that make the gradients differ
         self.needed = []         # callbacks that cannot be left out, because the step fails without them
         # name of a parameter -> the relative difference of its gradient; the largest of them is `off`
@@ -276,39 +267,27 @@ class _Diagnosis:
         # Like `layers`, but measured as for `rest_off`. The largest difference here is `rest_off`. Empty
         # if no module was put in evaluation mode and no callback was left out.
         self.remaining = {}
-        self.rows = []           # a `Row` for each row of the table that `AccumCheck` displays
         size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'
         self.cache_remedy = f"`fastaccum.GradientCache({size})`, with {loaders}"
         self.split_remedy = f'{loaders}, and `{size}`'
-
-    def diagnose(self, steps):
-        "Run a step whole and in parts, find out why they differ, and fill `rows`; returns `self`"
-        compare = self.compare
-        self.whole,self.parts = compare.whole_and_parts()
-        self.sizes = [compare.n] if compare.why else compare.sizes
-        self.probe = self._probe_first_batch(self.setup.n_items)
-        self.tol = self.probe.tol
         if self.parts is not None: self._find_causes()
-        self.rows = self._rows(steps)
-        return self
 
 # %% ../nbs/02_accum_check.ipynb #probe
 @patch
-def _probe_first_batch(self:_Diagnosis, n_items, **kwargs):
-    "Run the model and the loss on parts of the first batch, and return the `FirstBatchProbe`"
-    compare,loss_only = self.compare,self.setup.model_gets_whole
-    probe = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, loss_only)
-    try: compare.fit(False, compare.wholes[:1], [probe], **kwargs)
+def _probe_first_batch(self:_Diagnosis):
+    "Run the model and the loss on parts of the first batch, and return the `Probe`"
+    compare,setup = self.compare,self.setup
+    f = partial(probe_batch, compare=compare, n_items=setup.n_items, loss_only=setup.model_gets_whole)
+    try: return compare.at_first_batch(f)
     except Exception:
         # if `whole_and_parts` has failed as well, ignore this error: the table shows the other one
         if not compare.why: raise
-        probe.why,probe.loss = compare.why,Verdict('untried', reason=compare.why)
-    return probe
-
+        return Probe(loss=Verdict('untried', reason=compare.why), why=compare.why)
 @patch
 def _rows_without(self:_Diagnosis, cb):
     "Return the number of rows that the model gets without callback `cb`; `None` if the step fails"
-    try: return self._probe_first_batch(None, without=[cb]).n_rows
+    def n_rows(learn, _): return n_samples(tuple(learn.xb), self.compare.n)
+    try: return self.compare.at_first_batch(n_rows, without=[cb])
     except Exception as e:
         if is_out_of_memory(e): raise
 
@@ -318,52 +297,51 @@ def _find_causes(self:_Diagnosis):
     "Freeze modules and leave out callbacks until the gradients agree; record causes and differences"
     probe,compare = self.probe,self.compare
     self.layers = grad_differences(self.whole.grads, self.parts.grads)
-    self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
-    freeze,reset = probe.drawing+probe.depending,probe.reset
+    self.off = self.frozen_off = self.rest_off = largest(self.layers)
+    freeze,reset = [*probe.drawing,*probe.depending],probe.reset
     # A recurrent model may keep a hidden state for each sample. If the callback that splits the batch
     # also splits this state, the state causes no difference. To test this, compare without resetting
     # the state.
-    may_split_state = probe.remembering and not compare.loader_yields_parts
-    if may_split_state and compare.largest_difference(freeze=freeze)<=self.tol:
+    may_split_state = probe.remembering and not self.setup.loader_yields_parts
+    if may_split_state and largest(compare.differences(freeze=freeze))<=self.tol:
         reset,probe.remembering = False,[]
         probe.predictions_off = 0.
+    frozen = dict(freeze=freeze, reset=reset)
     if self.off>self.tol and (freeze or reset):
-        self.frozen_off = self.rest_off = self._difference_without(freeze, reset)
+        self.frozen_off = self.rest_off = self._difference_without(**frozen)
     if self.frozen_off<=self.tol: return
-    if probe.n_rows==probe.n:
-        frozen = dict(freeze=freeze, reset=reset)
+    if probe.n_rows==compare.n:
         self.cbs,self.needed = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
-        if self.cbs: self.rest_off = self._difference_without(freeze, reset, self.cbs)
-    else:
-        # A callback adds or removes rows of the batch. To find it, leave out one callback at a time: the
-        # callback is to blame if the model then gets one row per sample. If the step then fails, nobody
-        # can tell, so the callback stays suspected.
-        cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
-        found = [o for o in cbs if self._rows_without(o) in (probe.n,None)]
-        self.cbs = found or cbs
+        if self.cbs: self.rest_off = self._difference_without(without=self.cbs, **frozen)
+        return
+    # A callback adds or removes rows of the batch. To find it, leave out one callback at a time: the
+    # callback is to blame if the model then gets one row per sample. If the step then fails, nobody can
+    # tell, so the callback stays suspected.
+    cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
+    self.cbs = [o for o in cbs if self._rows_without(o) in (compare.n,None)] or cbs
 
 @patch
-def _difference_without(self:_Diagnosis, freeze, reset, cbs=()):
-    "Compare gradients with modules frozen and without `cbs`; set `remaining` and return its maximum"
-    self.remaining = self.compare.differences(freeze=freeze, reset=reset, without=cbs)
-    return max(self.remaining.values(), default=0.)
+def _difference_without(self:_Diagnosis, **kwargs):
+    "Compare gradients with the arguments of `Compare.step`; set `remaining` and return its maximum"
+    self.remaining = self.compare.differences(**kwargs)
+    return largest(self.remaining)
 
 # %% ../nbs/02_accum_check.ipynb #rows-model
 @patch
 def _loss_row(self:_Diagnosis):
     "Return the table's row for the loss"
-    loss,tol = self.probe.loss,self.probe.loss_tol
+    probe = self.probe
+    loss = probe.loss
     if self.setup.loss_gets_whole: return Row('loss', 0., self.tol)
-    gradients_agree = self.rest_off is not None and self.rest_off<=self.tol
+    gradients_agree = self.rest_off<=self.tol
     if loss.kind=='wrong' and loss.cause in ('loss','state') and not (gradients_agree and self.cbs):
         where = 'in micro-batches of unequal sizes' if gradients_agree else ''
-        return Row('loss', loss.off, tol, where, remedy_of(loss, self.compare.most))
+        return Row('loss', loss.off, loss.tol, where, remedy_of(loss, self.compare.most))
     if gradients_agree: return Row('loss', self.rest_off, self.tol)
-    where = loss.reason
-    model_differs = max(self.probe.predictions_off or 0., self.probe.draws_off or 0.)>self.tol
+    model_differs = max(probe.predictions_off or 0., probe.draws_off or 0.)>self.tol
     may_be_cause = loss.kind=='unknown' and not (model_differs or self.cbs)
-    if may_be_cause and not where: where = 'this batch cannot show whether it is right'
-    return Row('loss', None if where else 0., tol, where)
+    where = loss.reason or ('this batch cannot show whether it is right' if may_be_cause else '')
+    return Row('loss', None if where else 0., loss.tol, where)
 
 # %% ../nbs/02_accum_check.ipynb #rows-predictions
 def _in_one_cell(*texts):
@@ -380,10 +358,10 @@ def _predictions_row(self:_Diagnosis):
     probe = self.probe
     row = Row('predictions', probe.predictions_off, self.tol, probe.why)
     if row.off is None or row.ok: return row
-    gradients_agree = self.off is not None and self.off<=self.tol
+    gradients = Row('predictions', self.off, self.tol)
     # Predictions may differ only in their shapes, as in models that cut each micro-batch to the length
     # of its longest sequence. If the gradients agree, this does no harm: show the gradients' difference.
-    if gradients_agree and not probe.remembering: return Row('predictions', self.off, self.tol)
+    if gradients.ok and not probe.remembering: return gradients
     where = describe_modules(self.model, probe.depending)
     if probe.remembering:
         names = describe_modules(self.model, probe.remembering) or 'the model'
@@ -407,8 +385,8 @@ def _draws_row(self:_Diagnosis):
     row = Row('random numbers', probe.draws_off, self.tol, probe.why)
     if row.off is None: return row
     tfms = getattr(getattr(self.compare.run.dl, 'after_batch', None), 'fs', ())
-    def is_random(o): return any(c.__name__=='RandTransform' for c in type(o).__mro__)
-    names = ', '.join(type(o).__name__ for o in tfms if is_random(o))
+    random = 'fastai.vision.augment.RandTransform'
+    names = ', '.join(type(o).__name__ for o in tfms if random in class_names(type(o)))
     unseen = f'not checked: {names} (new random numbers for each batch)' if names else ''
     if row.ok: return row._replace(where=unseen)
     where = _in_one_cell(describe_modules(self.model, probe.drawing), unseen)
@@ -418,8 +396,13 @@ def _draws_row(self:_Diagnosis):
 
 # %% ../nbs/02_accum_check.ipynb #rows
 @patch
-def _callbacks_row(self:_Diagnosis):
-    "Return the table's row for the callbacks"
+def _has_cause(self:_Diagnosis):
+    "Whether the model, the loss or callbacks are known to make the gradients differ"
+    return bool(not self.probe.agree or self.cbs or self.probe.loss.cause=='loss')
+
+@patch
+def _callbacks_row(self:_Diagnosis, no_cbs):
+    "Return the table's row for the callbacks; `no_cbs`: `accum_check` got no callbacks of a fit"
     tol = self.tol
     if self.off is None: return Row('callbacks', None, tol, self.compare.why)
     if self.cbs:
@@ -428,18 +411,17 @@ def _callbacks_row(self:_Diagnosis):
         if self.probe.loss.names: remedy = remedy_of(self.probe.loss, self.compare.most)
         return Row('callbacks', self.frozen_off, tol, names, remedy)
     names = [type(o).__name__ for o in self.needed if not type(o).__module__.startswith('fastai.')]
-    has_other_cause = not self.probe.agree or self.probe.loss.cause=='loss'
-    if names and self.rest_off>tol and not has_other_cause:
+    if names and self.rest_off>tol and not self._has_cause():
         names = ', '.join(names)
         return Row('callbacks', None, tol, f'the step fails without {names}')
-    where = 'not checked: callbacks that are passed to `fit`; pass them as `cbs=`' if self.no_cbs else ''
+    where = 'not checked: callbacks that are passed to `fit`; pass them as `cbs=`' if no_cbs else ''
     # no callback is at fault: if the gradients differ, another row of the table says why
     return Row('callbacks', 0., tol, where)
 
 @patch
 def _loader_row(self:_Diagnosis):
     "Return the table's row for the training loader"
-    dependence = by_batch_size(self.compare.run.dl) if self.compare.loader_yields_parts else ''
+    dependence = by_batch_size(self.compare.run.dl) if self.setup.loader_yields_parts else ''
     if not dependence: return Row('loader', 0., 0.)
     return Row('loader', 1., 0., dependence, self.split_remedy)
 
@@ -455,8 +437,7 @@ def _gradients_row(self:_Diagnosis):
     if self.remaining:
         rest = f'exact ({self.rest_off:.0e})' if self.rest_off<=tol else f'off by {self.rest_off:.1g}'
         where += f'; without the causes above: {rest}'
-    has_cause = not self.probe.agree or self.cbs or self.probe.loss.cause=='loss'
-    if has_cause or self.rest_off<=tol: return row._replace(where=where)
+    if self._has_cause() or self.rest_off<=tol: return row._replace(where=where)
     hooked = hooked_params(self.model)
     if hooked:
         where += f'; the hook on the parameter {hooked[0]} gets the gradients of micro-batches'
@@ -468,11 +449,10 @@ def _gradients_row(self:_Diagnosis):
 @patch
 def _buffers_row(self:_Diagnosis):
     "Return the table's row for the model's buffers"
-    off = None
-    if self.parts is not None:
-        pairs = [(b,self.parts.buffers.get(k)) for k,b in self.whole.buffers.items()]
-        off = max((relative_diff(a, b) for a,b in pairs if b is not None), default=0.)
-    return Row('model state', off, self.tol, self.compare.why)
+    if self.compare.why: return Row('model state', None, self.tol, self.compare.why)
+    whole,parts = self.whole.buffers,self.parts.buffers
+    off = largest({k:relative_diff(whole[k], parts[k]) for k in whole.keys() & parts.keys()})
+    return Row('model state', off, self.tol)
 
 @patch
 def _weights_row(self:_Diagnosis):
@@ -487,10 +467,8 @@ def _weights_row(self:_Diagnosis):
     return row._replace(off=off, where=f'after {n_whole} steps')
 
 @patch
-def _rows(self:_Diagnosis, steps):
+def rows(self:_Diagnosis, steps:int, no_cbs:bool)->list:
     "Return all rows of the table"
-    rows = L(self._loss_row(), self._predictions_row(), self._draws_row(), self._callbacks_row(),
-        self._loader_row(), self._gradients_row(), self._buffers_row())
-    if steps: rows.append(self._weights_row())
-    # `where` may be an error message of several lines: keep the first, because a row has one line
-    return rows.map(lambda o: o._replace(where=o.where.partition('\n')[0]))
+    rows = [self._loss_row(), self._predictions_row(), self._draws_row(), self._callbacks_row(no_cbs),
+        self._loader_row(), self._gradients_row(), self._buffers_row()]
+    return [*rows,self._weights_row()] if steps else rows

@@ -9,7 +9,6 @@ __all__ = ['warn_chunks', 'Warnings', 'SingleSample', 'remedy_of']
 
 # %% ../../nbs/tell/02_differences.ipynb #imports
 from torch import Tensor, nn, optim
-from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, Optimizer
@@ -29,7 +28,7 @@ from ..step.split import BatchParts
 from .refuse import (batchnorms, check_left_out, has_body_with, hooked_params,
     per_micro_batch_comms)
 from ..whole.segments import has_segments
-from .trial import LossTrial, Verdict
+from .trial import LossTrial, Verdict, hears, watch_buffers
 
 # %% ../../nbs/tell/02_differences.ipynb #chunks
 def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
@@ -59,7 +58,7 @@ class Warnings(Watch):
         self.loop = None     # the `StepLoop` that is watched
         self.comms = []      # texts: why processes communicate in each micro-batch
         self.done = set()    # names of the checks that are made once per fit, and were made
-        self.hooks = []      # handles of the hooks of `_watch_state`, until the micro-batch has run
+        self.hooks = {}      # module -> handle of its hook from `_watch_state`, until it is removed
         # the `GradVersions` after a step's first micro-batch; `None` again once they are compared
         self.grads = None
         self.n_steps = 0     # steps of the fit so far
@@ -71,7 +70,7 @@ class Warnings(Watch):
         self.parts = None    # the `BatchParts` of the Learner's batch, if it is split
         self.waiting = None  # a `SingleSample` that waits for another micro-batch of one sample
         self.n_waits = 16    # how many samples may still wait in this fit
-        self.buffers = []    # (name, buffer, its version number) before the first micro-batch of a fit
+        self.changed_buffers = None # `watch_buffers`, while the first micro-batch of a fit runs
 
     @property
     def warns(self)->bool:
@@ -134,7 +133,7 @@ def after_backward(self:Warnings):
     loop = self.loop
     if loop.mean.n_micro_batches>1 or loop.is_last_micro_batch: return
     if self.n_left>0 or self.loop.counter.settings is not self.loss_settings: self._begin_batch()
-    if self.buffers: self._compare_buffers()
+    if self.changed_buffers is not None: self._compare_buffers()
     if 'gradients' in self.done: return
     params = [p for p in params_of(loop.learn.opt) if p.grad is not None]
     if params: self.grads = GradVersions(params)
@@ -154,7 +153,7 @@ def own_backward(self:Warnings, counts:bool, changed:bool):
 
     RuntimeError: it changed gradients in a way that the loop cannot weigh
     """
-    if counts and self.comms: check_left_out(self.loop.processes, self.comms, False)
+    if counts: check_left_out(self.loop.processes, self.comms, False)
     if changed and not counts: raise refuse('own-backward-pass')
 
 @patch
@@ -181,24 +180,24 @@ def error(self:Warnings, e:BaseException):
 
 # %% ../../nbs/tell/02_differences.ipynb #single
 class SingleSample:
-    "A micro-batch of one sample, kept until it is joined with another; `changed` finds attributes with rows"
+    "A copy of a micro-batch of one sample; `changed` finds the attributes that have a row for it"
     def __init__(self, learn:Learner, changed:ChangedAttrs):
         self.batch = copies((tuple(learn.xb),tuple(learn.yb)))
-        self.attrs = {(id(attrs),name):copies(o) for attrs,name,o in self._attrs(changed)}
+        # for each attribute with a row: (dict of attributes, name, value)
+        self.attrs = [(attrs,name,copies(o)) for attrs,name,o in changed.since()
+            if name not in ('xb','yb') and has_rows(o, 1)]
 
-    def _attrs(self, changed):
-        return [o for o in changed.since() if o[1] not in ('xb','yb') and has_rows(o[2], 1)]
+    def joined(self, other:'SingleSample')->tuple|None:
+        """Join this sample with another one
 
-    def joined(self, learn:Learner, changed:ChangedAttrs)->tuple|None:
-        """Join this sample with the Learner's
-
-        Returns inputs, targets, and (dict of attributes, name, value) for each attribute with rows; `None`
-        if the samples have different shapes.
+        Returns inputs, targets, and (dict of attributes, name, value) for each attribute with rows, or
+        `None` if the samples have different shapes.
         """
+        pairs = [(d,name,[o,x]) for d,name,o in self.attrs for e,k,x in other.attrs
+            if d is e and name==k]
         try:
-            xb,yb = join([self.batch,(tuple(learn.xb),tuple(learn.yb))], [1,1])
-            known = [(d,name,o) for d,name,o in self._attrs(changed) if (id(d),name) in self.attrs]
-            return xb,yb,[(d,name,join([self.attrs[id(d),name],o], [1,1])) for d,name,o in known]
+            xb,yb = join([self.batch,other.batch], [1,1])
+            return xb,yb,[(d,name,join(rows, [1,1])) for d,name,rows in pairs]
         except (RuntimeError,TypeError): return None
 
 # %% ../../nbs/tell/02_differences.ipynb #trials
@@ -213,17 +212,17 @@ def _begin_batch(self:Warnings):
     if is_changed: self.n_changed += 1
     # a loss function may compute its settings anew each time: do not try such a loss in each micro-batch
     if is_changed and self.n_changed<=self.trials_per_epoch: self.n_left = max(self.n_left, 1)
-    is_tried = self.n_left>0
-    self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()]) if is_tried else None
+    self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()]) if self.n_left>0 else None
 
 @patch
 def before_forward(self:Warnings):
-    "Try the loss, if a trial is due and the step has other micro-batches"
+    "Try the loss if a trial is due and the step has other micro-batches, and watch buffers and states"
     loop = self.loop
     is_due = self.n_left>0 and self.attrs is not None
     if (is_due or 'buffers' not in self.done) and not loop.is_last_micro_batch:
         if is_due: self._try_loss()
-        if self.is_first_time('buffers') and self.warns: self._note_buffers()
+        is_watched = self.is_first_time('buffers') and self.warns
+        if is_watched: self.changed_buffers = watch_buffers(loop.learn.model)
     if loop.mean.n_micro_batches and 'state' not in self.done: self._watch_state()
 
 # %% ../../nbs/tell/02_differences.ipynb #trials-try-loss
@@ -252,12 +251,12 @@ def _try_loss(self:Warnings):
 @patch
 def _join_samples(self:Warnings)->tuple|None:
     "Join this sample with the one that waits; if it cannot be joined, let it wait, and return `None`"
-    learn,previous = self.loop.learn,self.waiting
+    sample,previous = SingleSample(self.loop.learn, self.attrs),self.waiting
     self.waiting = None
-    joined = previous and previous.joined(learn, self.attrs)
+    joined = previous and previous.joined(sample)
     if joined: return joined
     self.n_waits -= 1
-    if self.n_waits>0: self.waiting = SingleSample(learn, self.attrs)
+    if self.n_waits>0: self.waiting = sample
     else:
         self.n_left = 0
         reason = 'each micro-batch has one sample, and no two in turn have the same shape'
@@ -295,39 +294,28 @@ def remedy_of(verdict:Verdict, n:int)->str:
 @patch
 def _warn_model_state(self:Warnings, names:str):
     "Warn that the model keeps something from one forward pass to the next, in the attributes `names`"
-    has_reset = any(callable(getattr(m, 'reset', None)) for m in self.loop.learn.model.modules())
     if self.parts is not None: self.warn_once('hidden-state/split')
     # `_watch_state` warns of modules that can be reset, and knows whether they were
-    elif not has_reset: self.warn_once('changed-buffer', names)
+    elif not _resettable(self.loop.learn.model): self.warn_once('changed-buffer', names)
 
 # %% ../../nbs/tell/02_differences.ipynb #buffers
 @patch
-def _note_buffers(self:Warnings):
-    "Note the model's buffers, except for those of BatchNorm, before the first micro-batch"
-    modules = self.loop.learn.model.named_modules()
-    self.buffers = [(f'{name}.{k}'.lstrip('.'),m._buffers,k,b,b._version) for name,m in modules
-        if not isinstance(m, _BatchNorm) for k,b in m._buffers.items() if b is not None]
-
-@patch
 def _compare_buffers(self:Warnings):
     "Warn if the first micro-batch has changed buffers"
-    changed = [name for name,d,k,b,version in self.buffers if d.get(k) is not b or b._version!=version]
-    self.buffers = []
-    names = ', '.join(changed[:3])
+    names = ', '.join(self.changed_buffers()[:3])
+    self.changed_buffers = None
     if names: self.warn_once('changed-buffer', names)
 
 # %% ../../nbs/tell/02_differences.ipynb #check-fit
 @patch
 def _check_plan(self:Warnings):
     "Before the progress bar, check the fit if batches of the loader are joined to steps in this epoch"
-    if 'fit' in self.done or not self.warns: return
-    loop = self.loop
-    sizes = loop.loader.sizes
-    here = loop.processes.rank
-    joined = next((o for o in loop.loader.steps if o.sizes[here]>sizes.micro_bs), None)
-    if joined is None: return
-    self.done.add('fit')
-    self._check_fit(sizes.micro_bs, joined.sizes[here], sum(joined.sizes))
+    if not self.warns: return
+    loader = self.loop.loader
+    n = loader.sizes.micro_bs
+    # the first process warns: compare its sizes
+    joined = next((o.sizes for o in loader.steps if o.sizes[0]>n), None)
+    if joined and self.is_first_time('fit'): self._check_fit(n, joined[0], sum(joined))
 
 @patch
 def _check_fit(self:Warnings, n:int, n_here:int, n_all:int):
@@ -335,12 +323,15 @@ def _check_fit(self:Warnings, n:int, n_here:int, n_all:int):
 
     A micro-batch has `n` samples. A step has `n_here` samples of this process, and `n_all` of all.
     """
-    learn = self.loop.learn
+    learn,loader = self.loop.learn,self.loop.loader
     for cb in learn.cbs: _warn_second_optimizer(cb, learn.opt, self.warn_once)
     self._warn_batchnorms(n, n_here, n_all)
-    self._warn_hooked(learn.model)
-    if n_here<=self.loop.loader.sizes.bs: return   # each batch of the loader is a step
-    self._warn_loader(n_here)
+    hooked = hooked_params(learn.model)
+    more = ' (and others)' if hooked[1:] else ''
+    if hooked: self.warn_once('parameter-hooks', more, name=hooked[0])
+    if n_here<=loader.sizes.bs: return   # each batch of the loader is a step
+    how = by_batch_size(loader.dl)
+    if how: self.warn_once('loader-order', how, n_here, loader.sizes.micro_bs)
     for cb in learn.cbs: self._warn_mixing(cb, n_here)
 
 # %% ../../nbs/tell/02_differences.ipynb #warn-batchnorms
@@ -367,11 +358,6 @@ def _remedy_of_batchnorm(learn, bns, n_here):
 
 # %% ../../nbs/tell/02_differences.ipynb #warn-grouping
 @patch
-def _warn_loader(self:Warnings, n_here):
-    how = by_batch_size(self.loop.loader.dl)
-    if how: self.warn_once('loader-order', how, n_here, self.loop.loader.sizes.micro_bs)
-
-@patch
 def _warn_mixing(self:Warnings, cb, n_here):
     "Warn about MixUp and CutMix, which mix the samples of one batch of the loader"
     is_mixer = 'fastai.callback.mixup.MixHandler' in class_names(type(cb))
@@ -381,19 +367,12 @@ def _warn_mixing(self:Warnings, cb, n_here):
     self.warn_once('mixed-in-micro-batches', cb, sizes.bs, n_here, sizes.micro_bs)
 
 # %% ../../nbs/tell/02_differences.ipynb #warn-hooked
-@patch
-def _warn_hooked(self:Warnings, model):
-    hooked = hooked_params(model)
-    if not hooked: return
-    more = ' (and others)' if hooked[1:] else ''
-    self.warn_once('parameter-hooks', more, name=hooked[0])
-
 def _warn_second_optimizer(cb, opt, warn_once):
     "Warn about a callback with its own optimizer and with events that come for each micro-batch"
     own = [o for o in vars(cb).values() if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
     others = [o for o in own if o is not opt and o is not getattr(opt, 'opt', None)]
     says_when = hasattr(cb, 'per_step')
-    if says_when or not others or not _per_micro_batch(cb): return
+    if says_when or not others or not hears(cb, _micro_batch_events): return
     warn_once('second-optimizer', cb)
 
 # %% ../../nbs/tell/02_differences.ipynb #holds-state
@@ -406,18 +385,22 @@ def _holds_state(o):
     return isinstance(o, (tuple,list)) and any(map(_holds_state, o))
 
 # %% ../../nbs/tell/02_differences.ipynb #state
+def _resettable(model):
+    "List the modules that have a method `reset`"
+    return [m for m in model.modules() if callable(getattr(m, 'reset', None))]
+
 @patch
 def _unhook(self:Warnings):
     "Remove the hooks of `_watch_state`"
-    for o in self.hooks: o.remove()
-    self.hooks = []
+    for o in self.hooks.values(): o.remove()
+    self.hooks = {}
 
 @patch
 def _watch_state(self:Warnings):
     "In this micro-batch, warn about modules that hold a state when they are first called"
     self.done.add('state')
-    loop,called = self.loop,set()
-    modules = [m for m in loop.learn.model.modules() if callable(getattr(m, 'reset', None))]
+    loop = self.loop
+    modules = _resettable(loop.learn.model)
     if not (modules and self.joins_batches and self.warns): return
     # splitting gives each sample its own state in models such as fastai's AWD_LSTM: see `HiddenRows`
     keeps_rows = any(hasattr(m, '_change_hidden') for m in modules)
@@ -427,12 +410,10 @@ def _watch_state(self:Warnings):
     def warn_of_state(m, *_):
         # Check only a module's first call. A text classifier calls its encoder once for each chunk of a
         # text, and the encoder is meant to keep its state between chunks: do not warn of that state.
-        is_first_call = m not in called
-        called.add(m)
+        self.hooks.pop(m).remove()
         own = [o for name,o in vars(m).items() if name not in _module_attrs]
-        if is_first_call and any(map(_holds_state, own)):
-            self.warn_once('hidden-state', m, n_here, instead)
-    self.hooks = [m.register_forward_pre_hook(warn_of_state) for m in modules]
+        if any(map(_holds_state, own)): self.warn_once('hidden-state', m, n_here, instead)
+    self.hooks = {m:m.register_forward_pre_hook(warn_of_state) for m in modules}
 
 # %% ../../nbs/tell/02_differences.ipynb #before-split
 @patch
@@ -449,16 +430,11 @@ def _compare_grads(self:Warnings):
     n = len(self.grads.changed())
     self.grads = None
     self.done.add('gradients')
-    if not n: return
-    self.warn_once('gradients-changed', parameters=count_of(n, 'parameter'))
+    if n: self.warn_once('gradients-changed', parameters=count_of(n, 'parameter'))
 
 # %% ../../nbs/tell/02_differences.ipynb #settings
 # events that come for each micro-batch
 _micro_batch_events = 'before_batch','after_pred','after_loss','before_backward','after_backward'
-
-def _per_micro_batch(cb):
-    "Whether the callback has a method for an event that comes for each micro-batch"
-    return any(hasattr(type(cb), o) or o in vars(cb) for o in _micro_batch_events)
 
 def _settings(opt):
     "Return the optimizer's hyper-parameters, and which of its parameters are trained"
@@ -473,23 +449,24 @@ def _compare_settings(self:Warnings):
     pairs = zip(before[0], self.settings[0])
     changed = {f'`{k}`':0 for old,new in pairs for k in new if new[k]!=old.get(k)}
     what = ' and '.join(changed) or 'which parameters are trained (`requires_grad`)'
-    is_users = {cb: not type(cb).__module__.startswith(('fastai.','fastaccum.')) for cb in learn.cbs}
-    names = ' or '.join(type(cb).__name__ for cb in learn.cbs if is_users[cb] and _per_micro_batch(cb))
+    heard = [type(cb) for cb in learn.cbs if hears(cb, _micro_batch_events)]
+    users = [o for o in heard if not o.__module__.startswith(('fastai.','fastaccum.'))]
+    names = ' or '.join(o.__name__ for o in users)
     self.warn_once('changes-within-a-step', callbacks=names or 'something', what=what)
 
 # %% ../../nbs/tell/02_differences.ipynb #loader
 @patch
 def _larger_batch(self:Warnings, n:int):
     "Warn that a batch has `n` samples, more than the loader's batch size"
+    dl,bs = self.loop.loader.dl,self.loop.loader.sizes.bs
     # fastai's DataLoader would put more items into a batch, instead of only reporting another size
-    is_fastais = isinstance(getattr(self.loop.loader.dl, 'dl', self.loop.loader.dl), DataLoader)
-    key = 'larger-batches/fastai' if is_fastais else 'larger-batches'
-    self.warn_once(key, n, self.loop.loader.sizes.bs)
+    is_fastais = isinstance(getattr(dl, 'dl', dl), DataLoader)
+    self.warn_once('larger-batches/fastai' if is_fastais else 'larger-batches', n, bs)
 
 @patch
 def _more_batches(self:Warnings, n_steps:int):
     "Warn that the loader yields more batches than the `n_steps` planned steps need"
-    # If batches are larger than planned, the steps need fewer of them, so some are left. `larger_batch`
+    # If batches are larger than planned, the steps need fewer of them, so some are left. `_larger_batch`
     # has already warned that batches are larger.
     if 'larger-batches' in self.warn_once.given: return
     self.warn_once('more-batches', n_steps)

@@ -304,8 +304,15 @@ class Codebook(Module):
             self.codes.lerp_(hot.T@z.detach()/hot.sum(0).clamp(min=1)[:,None], .2)
         return z+(self.codes[i]-z).detach()
 
-def test_a_buffer_that_forward_passes_change_is_told_with_its_name():
-    def model(): return nn.Sequential(nn.Linear(8, 4), Codebook(), nn.Linear(4, 3))
+class NewCodebook(Codebook):
+    "A codebook that each forward pass replaces by another tensor"
+    def forward(self, z):
+        self.codes = self.codes.clone()
+        return super().forward(z)
+
+@pytest.mark.parametrize('codebook', [Codebook,NewCodebook])
+def test_a_buffer_that_forward_passes_change_is_told_with_its_name(codebook):
+    def model(): return nn.Sequential(nn.Linear(8, 4), codebook(), nn.Linear(4, 3))
     def make(bs): return learner(loaders(bs), model(), nn.CrossEntropyLoss())
     off,((entry,text),) = both(make)
     assert off>1e-3 and entry=='changed-buffer' and '`1.codes`' in text and 'ActivationCheckpoint' in text

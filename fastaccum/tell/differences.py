@@ -8,7 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/tell/differences.html.md"""
 __all__ = ['warn_chunks', 'Warnings', 'SingleSample', 'remedy_of']
 
 # %% ../../nbs/tell/02_differences.ipynb #imports
-from torch import Tensor, nn, optim
+from torch import Tensor, is_grad_enabled, nn, optim
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, Optimizer
@@ -58,7 +58,7 @@ class Warnings(Watch):
         self.loop = None     # the `StepLoop` that is watched
         self.comms = []      # texts: why processes communicate in each micro-batch
         self.done = set()    # names of the checks that are made once per fit, and were made
-        self.hooks = {}      # module -> handle of its hook from `_watch_state`, until it is removed
+        self.hooks = {}      # module -> handle of its hook, until it is removed
         # the `GradVersions` after a step's first micro-batch; `None` again once they are compared
         self.grads = None
         self.n_steps = 0     # steps of the fit so far
@@ -158,10 +158,14 @@ def own_backward(self:Warnings, counts:bool, changed:bool):
 
 @patch
 def take_step(self:Warnings):
-    "Warn if callbacks cancelled some of the step's micro-batches"
+    "Warn if callbacks cancelled some of the step's micro-batches, or run the model again in `before_step`"
     n = self.loop.n_left_out
-    if not n or not self.joins_batches: return
-    self.warn_once('micro-batch-left-out', n)
+    if not self.joins_batches: return
+    if n: self.warn_once('micro-batch-left-out', n)
+    if self.n_steps<=self.steps_compared and self.warns: self._watch_second_pass()
+
+@patch
+def end_step(self:Warnings): self._unhook()
 
 @patch
 def cancel_step(self:Warnings):
@@ -212,7 +216,9 @@ def _begin_batch(self:Warnings):
     if is_changed: self.n_changed += 1
     # a loss function may compute its settings anew each time: do not try such a loss in each micro-batch
     if is_changed and self.n_changed<=self.trials_per_epoch: self.n_left = max(self.n_left, 1)
-    self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()]) if self.n_left>0 else None
+    may_have_parts = self.joins_batches or self.loop.limit is not None
+    is_tried = may_have_parts and self.n_left>0
+    self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()]) if is_tried else None
 
 @patch
 def before_forward(self:Warnings):
@@ -396,6 +402,14 @@ def _unhook(self:Warnings):
     self.hooks = {}
 
 @patch
+def _watch_second_pass(self:Warnings):
+    "Until the step ends, warn about a callback that runs the model for gradients, on the last micro-batch"
+    model = self.loop.learn.model
+    def warn_of_pass(m, *_):
+        if m.training and is_grad_enabled(): self.warn_once('second-pass', self.loop.loader.sizes.micro_bs)
+    self.hooks = {model:model.register_forward_pre_hook(warn_of_pass)}
+
+@patch
 def _watch_state(self:Warnings):
     "In this micro-batch, warn about modules that hold a state when they are first called"
     self.done.add('state')
@@ -430,7 +444,8 @@ def _compare_grads(self:Warnings):
     n = len(self.grads.changed())
     self.grads = None
     self.done.add('gradients')
-    if n: self.warn_once('gradients-changed', parameters=count_of(n, 'parameter'))
+    if n: self.warn_once('gradients-changed', parameters=count_of(n, 'parameter'),
+        n=self.loop.loader.sizes.micro_bs)
 
 # %% ../../nbs/tell/02_differences.ipynb #settings
 # events that come for each micro-batch

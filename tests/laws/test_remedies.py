@@ -3,7 +3,7 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader as TorchDataLoader
-from fastai.text.all import CrossEntropyLossFlat, DataLoader, DataLoaders, Module
+from fastai.text.all import Callback, CrossEntropyLossFlat, DataLoader, DataLoaders, Module
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientCache
 from fastaccum.step.loader import LoaderSizes
 from fastaccum.step.plan import Plan
@@ -11,9 +11,9 @@ from fastaccum.testing import assert_same_run, toy, toy_data
 from common import BatchListLoader, CallAt, LimitedMemory, collect_warnings, in_chunks, nt_xent, runs_out_above
 from small_learners import DoubleMixUp, MixUpLoss, all_params, language_model
 
-def messages_of(learn, cbs, n_epoch=1):
+def messages_of(learn, cbs, n_epoch=1, lr=1e-3):
     "Return the texts of the warnings of a fit"
-    with collect_warnings() as collected: learn.fit(n_epoch, 1e-3, cbs=cbs)
+    with collect_warnings() as collected: learn.fit(n_epoch, lr, cbs=cbs)
     return [str(o.message) for o in collected if '\nMore: ' in str(o.message)]
 
 # The sizes in a remedy
@@ -99,6 +99,50 @@ def test_the_check_that_a_warning_names_sees_the_callbacks_of_the_fit():
     message, = messages_of(learn, [acc,penalty()])
     assert '#loss-not-tried' in message and 'call `learn.accum_check(cbs=…)` with the callbacks' in message
     assert not toy(4, n=64).accum_check(cbs=[acc,penalty()]).ok
+
+# Callbacks that run the model again
+
+class SharpnessAware(Callback):
+    "Replaces the gradients of a step with those at weights that were moved along them, as SAM does"
+    def before_step(self):
+        params = list(self.model.parameters())
+        moves = [0.05*p.grad for p in params]
+        def move(by): torch._foreach_add_([p.data for p in params], moves, alpha=by)
+        move(1)
+        self.opt.zero_grad()
+        self.loss_func(self.model(*self.xb), *self.yb).backward()
+        move(-1)
+
+class PassesTwice(Callback):
+    "Adds the gradients of a second loss to those of each batch"
+    def after_backward(self):
+        if self.training: (0.1*self.model(*self.xb).pow(2).mean()).backward()
+
+@pytest.mark.parametrize('cls,key', [(SharpnessAware,'second-pass'), (PassesTwice,'gradients-changed')])
+def test_a_cache_instead_of_accumulation_gives_the_run_of_a_callback_with_a_second_pass(cls, key):
+    message, = messages_of(toy(4, n=64), [GradientAccumulation(16),cls()])
+    remedy = 'replace `GradientAccumulation` with `fastaccum.GradientCache(micro_batch_size=4)`'
+    assert key in message and remedy in message
+    full,cached = [toy(16, n=64) for _ in range(2)]
+    full.fit(1, 0.1, cbs=cls())
+    assert not messages_of(cached, [GradientCache(micro_batch_size=4),cls()], lr=0.1)
+    assert_same_run(full, cached)
+
+@pytest.mark.parametrize('acc', [GradientAccumulation(4), GradientAccumulation(16, micro_batch_size=4)], ids=repr)
+def test_a_second_pass_on_whole_batches_gives_no_warning(acc):
+    bs = acc.accum_bs
+    full,learn = [toy(bs, n=64) for _ in range(2)]
+    full.fit(1, 0.1, cbs=SharpnessAware())
+    assert not messages_of(learn, [acc,SharpnessAware()], lr=0.1)
+    assert_same_run(full, learn)
+
+def test_a_callback_that_validates_after_a_step_gives_no_warning():
+    def validate(learn):
+        if learn.training: learn.validate()
+    def predict(learn):
+        with torch.no_grad(): learn.model(*learn.xb)
+    cbs = [GradientAccumulation(16),CallAt('after_step', validate),CallAt('before_step', predict)]
+    assert not messages_of(toy(4, n=64), cbs)
 
 # Loaders
 

@@ -355,7 +355,7 @@ def _plan_fit(self:GradientAccumulation, dl):
 def _check_same_steps(processes, plan):
     "Reject processes with different schedules, which would wait for each other; all call this function"
     if processes.n==1: return
-    mine = sum(plan.steps),crc32(repr(plan.sizes).encode())
-    each = gather(mine, processes.device, processes.group)
+    checksum = crc32(repr(plan.sizes).encode())
+    each = gather([sum(plan.steps),checksum], processes.device, processes.group)
     if len({*map(tuple, each)})==1: return
     raise refuse('processes-with-different-settings/steps', steps=', '.join(str(n) for n,_ in each))

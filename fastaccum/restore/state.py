@@ -6,8 +6,8 @@ Docs: https://fastaccum.github.io/fastaccum/restore/state.html.md"""
 
 # %% auto #0
 __all__ = ['devices_of', 'rng_state', 'generator_state', 'set_rng_state', 'same_rng', 'find_drawing', 'autocast_state',
-           'set_autocast_state', 'items_of', 'put_items', 'uninterrupted', 'ForwardState', 'ChangedAttrs', 'Patch',
-           'QuietCallback', 'PatchingCallback']
+           'set_autocast_state', 'items_of', 'put_items', 'uninterrupted', 'ForwardState', 'ChangedAttrs',
+           'watch_buffers', 'Patch', 'QuietCallback', 'PatchingCallback']
 
 # %% ../../nbs/restore/00_state.ipynb #imports
 import random, numpy as np, torch
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import methodcaller
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.callback.core import Callback
 from fastcore.basics import patch
 from fastcore.docments import docments
@@ -274,6 +275,12 @@ class ChangedAttrs:
         "List the attributes that were set since this object was created"
         return [(attrs,name,o) for attrs,old in self.before for name,o in attrs.items()
             if o is not old.get(name)]
+
+def watch_buffers(model:nn.Module)->Callable:
+    "Return a function that names the buffers that have changed since, except for those of BatchNorm"
+    before = [(f'{name}.{k}'.lstrip('.'),m._buffers,k,b,b._version) for name,m in model.named_modules()
+        if not isinstance(m, _BatchNorm) for k,b in m._buffers.items() if b is not None]
+    return lambda: [name for name,d,k,b,version in before if d.get(k) is not b or b._version!=version]
 
 # %% ../../nbs/restore/00_state.ipynb #patch
 class Patch:

@@ -338,7 +338,7 @@ def share_loss(self:StepLoop, share:float|torch.Tensor):
 def _share_added(self:StepLoop, before):
     "Multiply the term that was added to the loss `before` by the micro-batch's share"
     # With `grad_sums`, the gradients of a mean loss are multiplied by the share after the backward pass.
-    # They include the gradients of the added term, so do not multiply the term here as well.
+    # So are the gradients of the added term: do not multiply the term here as well.
     is_shared_later = self.grad_sums is not None and not self.mean.is_sum
     if is_shared_later: return
     self.learn.loss_grad = before+(self.learn.loss_grad-before)*self.micro.share

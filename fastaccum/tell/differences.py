@@ -15,7 +15,7 @@ from fastai.optimizer import OptimWrapper, Optimizer
 from fastcore.basics import patch
 from ..base.arguments import class_names, our_callback
 from ..base.messages import WarnOnce, refuse, text_of
-from ..restore.state import ChangedAttrs
+from ..restore.state import ChangedAttrs, watch_buffers
 from ..step.batch import copies, has_rows, join
 from ..step.gradients import GradVersions, params_of
 from ..step.loader import by_batch_size
@@ -28,7 +28,7 @@ from ..step.split import BatchParts
 from .refuse import (batchnorms, check_left_out, has_body_with, hooked_params,
     per_micro_batch_comms)
 from ..whole.segments import has_segments
-from .trial import LossTrial, Verdict, hears, watch_buffers
+from .trial import LossTrial, Verdict, hears
 
 # %% ../../nbs/tell/02_differences.ipynb #chunks
 def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):

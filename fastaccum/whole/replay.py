@@ -82,8 +82,7 @@ class ReplayedForward:
         def replace(x): return like_tensor(self.inputs[id(x)][1], x) if id(x) in self.inputs else x
         self.args = rebuilt(args, map(replace, leaves(args)))
         self.division = cb.limit.divide(model, self.args, (), n, cb.warn_once)
-        # for each micro-batch: its first row, the row after its last row, and the `ForwardState` from
-        # which it starts
+        # for each micro-batch: its first row, the row after its last row, and its `ForwardState` at the start
         self.parts = []
         # DDP models whose gradients are exchanged after the backward pass; empty within DDP's `no_sync`
         self.exchanges = [m for m in self.ddps if self.learns and m.require_backward_grad_sync]
@@ -293,7 +292,7 @@ def _replay(self:ReplayedForward, start, stop, state, grads):
     outs,self.last_outs = self.last_outs,None
     if outs is None:
         with self.no_sync(), state.again(), torch.enable_grad():
-            self.hidden.select(start, stop)   # these may be some of the rows of `state`
+            self.hidden.select(start, stop)   # `state` may have more rows
             outs = leaves(self.run(start, stop))
         # if memory has run out, the first micro-batch may run again in parts: do not compare those
         is_first = (start,stop)==self.parts[0][:2]

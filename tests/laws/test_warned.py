@@ -272,6 +272,19 @@ def test_rounding_of_half_precision_gives_no_warning(dtype):
         data = [o.roll(i, 0) for o in plain]
         assert not count_warnings(lambda: weights_after_step(16, half, data, cbs=GradientAccumulation(32)))
 
+class Centre(Module):
+    "A layer that subtracts the mean over the samples"
+    def forward(self, x): return x-x.mean(0)
+
+@pytest.mark.parametrize('dtype', [torch.float32,torch.bfloat16])
+def test_a_model_that_mixes_samples_is_told_in_any_precision(dtype):
+    data = TensorDataset(4*torch.randn(64, 5).to(dtype), torch.randint(3, (64,)))
+    loaders = DataLoaders(*(DataLoader(data, bs=4) for _ in range(2)))
+    model = nn.Sequential(nn.Linear(5, 8), Centre(), nn.Linear(8, 3)).to(dtype)
+    learn = Learner(loaders, model, lambda p, y: F.cross_entropy(p.float(), y))
+    def train(): learn.fit(1, 1e-3, cbs=GradientAccumulation(16, verbose=False))
+    with learn.no_bar(), learn.no_logging(): assert count_warnings(train)=={('LossWarning','samples-see-each-other'):1}
+
 @pytest.mark.parametrize('where', ['fp16','bf16','device'])
 @pytest.mark.parametrize('f,expected', [(F.cross_entropy,{}), (summed,{not_a_mean:1})])
 def test_the_loss_is_tried_in_mixed_precision_and_on_a_device(f, expected, where, monkeypatch):

@@ -44,8 +44,8 @@ class StepLoop:
         self.counter = ItemCounter(acc.n_items)  # counts the items of which the loss is a mean
         self.log_rows = LogRows()                # makes TensorBoard and W&B log steps, not micro-batches
         self.last_loss = 0.                      # mean loss of the previous step
-        # the Learner's callbacks, and what may change which events they hear, when `by_event` was filled
-        self.cbs,self.hearing = [],[]
+        self.cbs = []                            # the Learner's callbacks when `by_event` was filled
+        self.hearing = []                        # their orders and numbers of attributes at that time
         self.by_event = {}                       # an event -> the callbacks that have a method for it
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over

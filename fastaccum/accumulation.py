@@ -355,7 +355,10 @@ def _plan_fit(self:GradientAccumulation, dl):
 def _check_same_steps(processes, plan):
     "Reject processes with different schedules, which would wait for each other; all call this function"
     if processes.n==1: return
-    checksum = crc32(repr(plan.sizes).encode())
-    each = gather([sum(plan.steps),checksum], processes.device, processes.group)
+    # without a schedule, all epochs are equal, and `lr_find` may begin with different numbers of epochs
+    sizes = plan.sizes if plan.has_schedule else plan.sizes[:1]
+    n_steps = sum(map(len, sizes))
+    checksum = crc32(repr(sizes).encode())
+    each = gather([n_steps,checksum], processes.device, processes.group)
     if len({*map(tuple, each)})==1: return
     raise refuse('processes-with-different-settings/steps', steps=', '.join(str(n) for n,_ in each))

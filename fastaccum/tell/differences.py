@@ -404,9 +404,9 @@ def _unhook(self:Warnings):
 @patch
 def _watch_second_pass(self:Warnings):
     "Until the step ends, warn about a callback that runs the model for gradients, on the last micro-batch"
-    model = self.loop.learn.model
+    model,n = self.loop.learn.model,self.loop.loader.sizes.micro_bs
     def warn_of_pass(m, *_):
-        if m.training and is_grad_enabled(): self.warn_once('second-pass', self.loop.loader.sizes.micro_bs)
+        if m.training and is_grad_enabled(): self.warn_once('second-pass', n=n)
     self.hooks = {model:model.register_forward_pre_hook(warn_of_pass)}
 
 @patch

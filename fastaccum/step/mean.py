@@ -208,7 +208,8 @@ class Mean:
         "Add a value, which counts `weight` times"
         self.weight = self.weight+weight
         is_first = not isinstance(self.total, torch.Tensor)
-        if is_first or isinstance(weight, torch.Tensor): self.total = self.total+value*weight
+        if is_first: self.total = value*weight
+        elif isinstance(weight, torch.Tensor): self.total = self.total+value*weight
         else: self.total = self.total.add(value, alpha=weight)   # faster than `total+value*weight`
 
     def value(self, if_empty:float|torch.Tensor=float('nan'))->torch.Tensor:

@@ -347,9 +347,8 @@ def _plan_fit(self:GradientAccumulation, dl):
     processes = Processes(self.learn.model)
     plan = self._plan(dl, n_epoch, processes, self._comms(), n_finds)
     made_for = plan.loaders,n_epoch,plan.drop_last,self.n_batches or self.accum_bs
-    if made_for!=loop.planned_for:
-        loop.plan,loop.planned_for = plan,made_for
-        _check_same_steps(processes, plan)
+    if made_for!=loop.planned_for: loop.plan,loop.planned_for = plan,made_for
+    _check_same_steps(processes, loop.plan)
     return loop.plan
 
 def _check_same_steps(processes, plan):

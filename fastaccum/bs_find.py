@@ -173,7 +173,7 @@ def _check_before_search(learn, n, must_match):
     numbers = [*map(int, must_match.values()), -1 if n is None else n]
     by_process = gather(numbers, training_device(learn))
     check_same({f'`{k}`':o for k,o in must_match.items()}, by_process)
-    return min((n for *_,n in by_process if n>=0), default=None)
+    return min((size for *_,size in by_process if size>=0), default=None)
 
 def _unwrap(learn):
     "Take the model out of DistributedDataParallel, which exchanges data; `DryRun` restores the wrapper"

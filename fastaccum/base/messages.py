@@ -346,8 +346,9 @@ add_messages("""
     {parameters} were changed or emptied, so this run differs from the full-batch run. Move code that
     clips or calls `zero_grad` to `before_step`, when the gradients are complete. For a second backward
     pass, {use-cache}
-[second-pass] AccumulationWarning: after the micro-batches of a step, a callback runs the model again,
-    but its batch is only the last micro-batch, so this run differs from the full-batch run: {use-cache}
+[second-pass] AccumulationWarning: after the micro-batches of a step, a callback runs the model again. If
+    it does so with the batch of the Learner, which is only the last micro-batch, this run differs from
+    the full-batch run: {use-cache}
 [parameter-hooks] AccumulationWarning: a hook (`register_hook`) on the parameter {name!r}{more} gets the
     gradient of each micro-batch, not that of the step. Unless the hook only multiplies by a constant,
     this run differs from the full-batch run: clip or normalize in `before_step` of a callback instead

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from io import IOBase
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from fastai.callback.core import Callback, CancelFitException
 from fastai.learner import Learner, Recorder
@@ -69,7 +70,7 @@ def _note(self:Snapshot, o):
     "Record the state of `o`, and return the objects that `o` refers to"
     if id(o) in self.seen or isinstance(o, _constants): return []
     self.seen[id(o)] = o
-    if hasattr(type(o), '__next__'): self.iterators.append(o)
+    if hasattr(type(o), '__next__') and not isinstance(o, IOBase): self.iterators.append(o)
     if isinstance(o, torch.Tensor): return self._note_tensor(o)
     if isinstance(o, MethodType): return [o.__self__,o.__func__]
     if isinstance(o, FunctionType) and self.closures: return self._note_function(o)
@@ -277,7 +278,10 @@ def fit_state(learn:Learner, cbs:list)->Snapshot:
     dls,model = learn.dls,learn.model
     loaders = [*dls.loaders,learn.dl]
     datasets = [getattr(o, 'dataset', None) for o in loaders]
-    skip = [*model.parameters(), learn.opt, dls, *loaders, *datasets]
+    # a function that is a hook of the model may refer to anything, such as data that another thread writes
+    hooks = [f for m in model.modules() for fs in (m._forward_hooks,m._forward_pre_hooks) for f in fs.values()]
+    functions = [f for f in hooks if isinstance(f, FunctionType)]
+    skip = [*model.parameters(), learn.opt, dls, *loaders, *datasets, *functions]
     others = [o for o in learn.cbs if not any(o is x for x in cbs)]
     # lists on the Learner to which callbacks append
     lists = [o for o in vars(learn).values() if isinstance(o, (dict,list,set))]

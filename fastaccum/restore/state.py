@@ -18,6 +18,7 @@ from functools import partial
 from operator import methodcaller
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from fastai.callback.core import Callback
 from fastcore.basics import patch
 from fastcore.docments import docments
@@ -63,6 +64,7 @@ def same_rng(a:list, b:list)->bool:
 def find_drawing(model:nn.Module, devices:list)->set:
     "Return a context with a set, to which each module is added that draws random numbers itself"
     drawing,running = set(),[]
+    modules = set(model.modules())
     last = rng_state(devices)
     def note():
         "If random numbers were drawn since the last call, the innermost running module has drawn them"
@@ -71,13 +73,15 @@ def find_drawing(model:nn.Module, devices:list)->set:
         if running and not same_rng(now, last): drawing.add(running[-1])
         last = now
     def begin(m, *_):
+        if m not in modules: return
         note()
         running.append(m)
     def end(m, *_):
+        if m not in modules: return
         note()
         running.pop()
-    hooks = []
-    for m in model.modules(): hooks += [m.register_forward_pre_hook(begin), m.register_forward_hook(end)]
+    # not hooks of each module, which scripted modules refuse
+    hooks = register_module_forward_pre_hook(begin),register_module_forward_hook(end)
     try: yield drawing
     finally:
         for o in hooks: o.remove()
@@ -289,15 +293,16 @@ class Patch:
         self.o = o
         self.name = name
         self.f = f
+        self.original = None   # the method that `apply` has replaced, so that `f` can call it
+        # the value of `vars(o)[name]` before `apply`, or `None` if the method comes from the class of
+        # `o`: `undo` then only deletes `f`
+        self.own_attr = None
 
     def apply(self):
         "Replace the method"
         attrs = vars(self.o)
         if attrs.get(self.name)==self.f: return
-        # the value of `vars(o)[name]`, or `None` if the method comes from the class of `o`: `undo` then
-        # only deletes `f`
         self.own_attr = attrs.get(self.name)
-        # the method that is replaced, so that `f` can call it
         self.original = getattr(self.o, self.name, None)
         attrs[self.name] = self.f
 

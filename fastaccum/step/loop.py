@@ -144,6 +144,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     learn = self.learn
     self.processes = Processes(learn.model)   # find them again: a callback may have put the model in DDP
     empty_grads(learn.opt)
+    self.by_event = {}   # the classes of callbacks may have got other methods
     self.limit = self.acc.limit
     self.others = other_params(learn)
     self.grad_sums = grad_sums_for(learn)

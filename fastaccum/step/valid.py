@@ -72,7 +72,7 @@ def _run_in_parts(loop, changed):
     # A process whose memory runs out runs more forward passes than the others. DDP must not exchange
     # buffers in these passes, because the process would wait for the others forever.
     with loop.processes.no_forward_sync(): run_parts(loop, n, parts, Retries(learn, limit), run)
-    if len(outs)==1: return
+    if len(outs)<2: return
     settings = loop.counter.settings
     join_outputs(learn, outs, settings is None or settings.reduction!='none')
     kept.put_means(learn)

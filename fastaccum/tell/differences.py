@@ -9,6 +9,7 @@ __all__ = ['warn_chunks', 'Warnings', 'SingleSample', 'remedy_of']
 
 # %% ../../nbs/tell/02_differences.ipynb #imports
 from torch import Tensor, is_grad_enabled, nn, optim
+from torch.nn.modules.module import register_module_forward_pre_hook
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, Optimizer
@@ -216,7 +217,8 @@ def _begin_batch(self:Warnings):
     if is_changed: self.n_changed += 1
     # a loss function may compute its settings anew each time: do not try such a loss in each micro-batch
     if is_changed and self.n_changed<=self.trials_per_epoch: self.n_left = max(self.n_left, 1)
-    may_have_parts = self.joins_batches or self.loop.limit is not None
+    # a step that ends with its batch has no other micro-batches, unless the batch is split
+    may_have_parts = not self.loop.step.is_one_batch or self.loop.limit is not None
     is_tried = may_have_parts and self.n_left>0
     self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()]) if is_tried else None
 
@@ -397,17 +399,19 @@ def _resettable(model):
 
 @patch
 def _unhook(self:Warnings):
-    "Remove the hooks of `_watch_state`"
+    "Remove the hooks of `_watch_state` and `_watch_second_pass`"
     for o in self.hooks.values(): o.remove()
     self.hooks = {}
 
 @patch
 def _watch_second_pass(self:Warnings):
-    "Until the step ends, warn about a callback that runs the model for gradients, on the last micro-batch"
+    "Until the step ends, warn about a callback that runs the model for gradients"
     model,n = self.loop.learn.model,self.loop.loader.sizes.micro_bs
-    def warn_of_pass(m, *_):
-        if m.training and is_grad_enabled(): self.warn_once('second-pass', n=n)
-    self.hooks = {model:model.register_forward_pre_hook(warn_of_pass)}
+    def warn_of_pass(m, inputs):
+        is_for_gradients = m.training and is_grad_enabled()
+        if m is model and is_for_gradients: self.warn_once('second-pass', n=n)
+    # not a hook of the model, which scripted models refuse, and which copies of the model would keep
+    self.hooks[model] = register_module_forward_pre_hook(warn_of_pass)
 
 @patch
 def _watch_state(self:Warnings):
@@ -424,7 +428,9 @@ def _watch_state(self:Warnings):
     def warn_of_state(m, *_):
         # Check only a module's first call. A text classifier calls its encoder once for each chunk of a
         # text, and the encoder is meant to keep its state between chunks: do not warn of that state.
-        self.hooks.pop(m).remove()
+        hook = self.hooks.pop(m, None)
+        if hook is None: return   # not the first call, or a copy of the module
+        hook.remove()
         own = [o for name,o in vars(m).items() if name not in _module_attrs]
         if any(map(_holds_state, own)): self.warn_once('hidden-state', m, n_here, instead)
     self.hooks = {m:m.register_forward_pre_hook(warn_of_state) for m in modules}

@@ -384,6 +384,14 @@ def test_lr_find_gives_the_same_result_on_all_processes():
         assert_equal_on_all_ranks(b.found)
 
 @on_processes(2)
+def test_lr_find_ends_if_one_process_has_more_batches_than_the_other():
+    "fastai begins the search with another number of epochs on each process"
+    b = distributed_learner([80,20], n_epoch=6)
+    b.add_cb(GradientAccumulation(32))
+    b.lr_find(num_it=10, show_plot=False)
+    assert len(b.recorder.losses)==10
+
+@on_processes(2)
 def test_a_fit_is_resumed_from_a_checkpoint():
     "The fit continues from a file of `SaveModelCallback`, as the page on saving describes"
     for acc in (partial(GradientAccumulation, 32),partial(GradientAccumulationSchedule, 16, 48)):

@@ -1,5 +1,6 @@
 """What a message tells the user to type works when it is typed, also with arguments that the user already has."""
 import pytest, torch
+from copy import deepcopy
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -135,6 +136,17 @@ def test_a_second_pass_on_whole_batches_gives_no_warning(acc):
     full.fit(1, 0.1, cbs=SharpnessAware())
     assert not messages_of(learn, [acc,SharpnessAware()], lr=0.1)
     assert_same_run(full, learn)
+
+def test_the_watch_for_a_second_pass_leaves_nothing_in_the_model_and_its_copies():
+    "A scripted model accepts no hooks"
+    copied = []
+    scripted,learn = [toy(4, n=64) for _ in range(2)]
+    scripted.model = torch.jit.script(scripted.model)
+    for o in (scripted,learn):
+        message, = messages_of(o, [GradientAccumulation(16),SharpnessAware()])
+        assert 'second-pass' in message
+    messages_of(learn, [GradientAccumulation(16),CallAt('after_step', lambda l: copied.append(deepcopy(l.model)))])
+    assert not any(m._forward_pre_hooks for copy in copied for m in copy.modules())
 
 def test_a_callback_that_validates_after_a_step_gives_no_warning():
     def validate(learn):

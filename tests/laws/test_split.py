@@ -228,6 +228,14 @@ def test_a_part_that_is_cancelled_is_left_out(event, which, micro):
     b.fit(2, 0.1, cbs=[*accumulating(16, micro),CallAt(event, cancel)])
     assert deviation(weights(a), weights(b))<1e-12
 
+def test_auto_validates_a_batch_that_a_callback_has_emptied_as_fastai_does():
+    def empty(learn):
+        if not learn.training: learn.xb,learn.yb = (learn.x[:0],),(learn.y[:0],)
+    learn = toy(4, n=16)
+    acc = GradientAccumulation(16, micro_batch_size='auto')
+    learn.fit(1, 0.1, cbs=[acc,CallAt('before_batch', empty, run_valid=True)])
+    assert len(learn.recorder.losses)==1 and len(learn.recorder.values)==1
+
 # A model with a state for each row of the batch
 
 @pytest.mark.parametrize('micro', [4,1,('auto',3),('auto',1)], ids=str)

@@ -283,6 +283,7 @@ def _probe_first_batch(self:_Diagnosis):
         # if `whole_and_parts` has failed as well, ignore this error: the table shows the other one
         if not compare.why: raise
         return Probe(loss=Verdict('untried', reason=compare.why), why=compare.why)
+
 @patch
 def _rows_without(self:_Diagnosis, cb):
     "Return the number of rows that the model gets without callback `cb`; `None` if the step fails"

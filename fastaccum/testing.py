@@ -182,5 +182,5 @@ def deviations(a:Learner, b:Learner)->dict[str,float]:
         if not hasattr(learn, 'recorder'): return res
         names = 'lrs','losses','iters','values','hps'
         return res|{name:getattr(learn.recorder, name, []) for name in names}
-    of_a,of_b = state(a),state(b)
-    return {name:deviation(o, of_b[name]) for name,o in of_a.items()}
+    of_b = state(b)
+    return {name:deviation(o, of_b[name]) for name,o in state(a).items()}

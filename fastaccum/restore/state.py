@@ -56,7 +56,8 @@ def set_rng_state(state:list):
 def same_rng(a:list, b:list)->bool:
     "Whether two results of `rng_state` are the same"
     def is_same(x, y):
-        if isinstance(x, (torch.Tensor,np.ndarray)): return bool((x==y).all())
+        if isinstance(x, torch.Tensor): return x.equal(y)
+        if isinstance(x, np.ndarray): return np.array_equal(x, y)
         return all(map(is_same, x, y)) if isinstance(x, tuple) and len(x)<10 else x==y
     return all(is_same(x, y) for (_,x),(_,y) in zip(a, b))
 
@@ -81,7 +82,8 @@ def find_drawing(model:nn.Module, devices:list)->set:
         note()
         running.pop()
     # not hooks of each module, which scripted modules refuse
-    hooks = register_module_forward_pre_hook(begin),register_module_forward_hook(end)
+    hooks = [register_module_forward_pre_hook(begin)]
+    hooks.append(register_module_forward_hook(end))
     try: yield drawing
     finally:
         for o in hooks: o.remove()

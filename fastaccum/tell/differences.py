@@ -404,16 +404,6 @@ def _unhook(self:Warnings):
     self.hooks = {}
 
 @patch
-def _watch_second_pass(self:Warnings):
-    "Until the step ends, warn about a callback that runs the model for gradients"
-    model,n = self.loop.learn.model,self.loop.loader.sizes.micro_bs
-    def warn_of_pass(m, inputs):
-        is_for_gradients = m.training and is_grad_enabled()
-        if m is model and is_for_gradients: self.warn_once('second-pass', n=n)
-    # not a hook of the model, which scripted models refuse, and which copies of the model would keep
-    self.hooks[model] = register_module_forward_pre_hook(warn_of_pass)
-
-@patch
 def _watch_state(self:Warnings):
     "In this micro-batch, warn about modules that hold a state when they are first called"
     self.done.add('state')
@@ -434,6 +424,17 @@ def _watch_state(self:Warnings):
         own = [o for name,o in vars(m).items() if name not in _module_attrs]
         if any(map(_holds_state, own)): self.warn_once('hidden-state', m, n_here, instead)
     self.hooks = {m:m.register_forward_pre_hook(warn_of_state) for m in modules}
+
+# %% ../../nbs/tell/02_differences.ipynb #second-pass
+@patch
+def _watch_second_pass(self:Warnings):
+    "Until the step ends, warn about a callback that runs the model for gradients"
+    model,n = self.loop.learn.model,self.loop.loader.sizes.micro_bs
+    def warn_of_pass(m, inputs):
+        is_for_gradients = m.training and is_grad_enabled()
+        if m is model and is_for_gradients: self.warn_once('second-pass', n=n)
+    # not a hook of the model, which scripted models refuse, and which copies of the model would keep
+    self.hooks[model] = register_module_forward_pre_hook(warn_of_pass)
 
 # %% ../../nbs/tell/02_differences.ipynb #before-split
 @patch

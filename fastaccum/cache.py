@@ -35,7 +35,7 @@ class GradientCache(PatchingCallback):
     torch.OutOfMemoryError: a single sample does not fit in memory
     AccumulationWarning: during a fit, something makes the run differ from the full-batch run
     """
-    # `after_batch` undoes the changes of `before_batch`, which hold for one batch of the loader
+    # the `forward` that `before_batch` puts into the model stays for one batch of the loader
     per_step = False
     # after callbacks whose `before_batch` changes the batch, or calls the model on the batch: such a
     # call would be taken for the Learner's own call

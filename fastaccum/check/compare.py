@@ -137,8 +137,8 @@ class Compare:
     def __init__(self,
         run:DryRun, # Runs fits of the Learner
         # How a step is divided: `make_cbs(n, sizes)` returns callbacks that run `n` samples in parts of
-        # these sizes; `loader_yields_parts` says whether the loader yields the parts, or callbacks split
-        # batches; and `split(batch, start, stop, n)` returns samples `start` to `stop` of a batch
+        # the given sizes. `loader_yields_parts` is false if callbacks split the batches of the loader.
+        # `split(batch, start, stop, n)` returns samples `start` to `stop` of a batch
         setup:object,
         bs:int|None=None, # Samples in the whole batch; default: the loader's batch size
         n_batches:int=1, # Number of batches of `bs` samples to read from the loader

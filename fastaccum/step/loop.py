@@ -102,7 +102,7 @@ def listeners(self:StepLoop, event:str)->list:
 
 @patch
 def _find_changed_callbacks(self:StepLoop):
-    "Before a step, forget who hears what if a callback has another `order`, or more or fewer attributes"
+    "Before a step, empty `by_event` if a callback has another `order`, or another number of attributes"
     hearing = [(cb.order,len(vars(cb))) for cb in self.learn.cbs.items]
     if hearing!=self.hearing: self.hearing,self.by_event = hearing,{}
 

@@ -336,7 +336,7 @@ def _measure(self:LossTrial, by_rows:bool=False)->Runs:
     # processes wait for each other in SyncBatchNorm, but need not run equally many passes in a trial
     synced = {m for m in self.bns if isinstance(m, nn.SyncBatchNorm)}
     self.frozen = synced if by_rows else self.frozen|self.bns
-    self._begin()   # before `find_drawing`, whose hooks it would remove
+    self._begin()
     with find_drawing(self.learn.model, self.devices) as drawing: whole = self._run_rows(*self.rows)
     if by_rows:
         self.outputs = detached(self.learn.pred)

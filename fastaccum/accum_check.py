@@ -30,7 +30,7 @@ from .step.loader import by_batch_size, n_of, resizable, size_of
 from .step.memory import free_memory, is_out_of_memory
 from .tell.differences import remedy_of
 from .tell.trial import Verdict
-from .tell.refuse import check_learner, check_search, has_body_with, hooked_params
+from .tell.before_fit import check_learner, check_search, has_body_with, hooked_params
 from .whole.segments import has_segments
 
 # %% ../nbs/02_accum_check.ipynb #accum-check

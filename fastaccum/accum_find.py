@@ -23,7 +23,7 @@ from .base.messages import refuse, text_of
 from .restore.dry_run import Batches, CountSteps, DryRun
 from .step.loader import samples_of, sizes_of
 from .step.plan import round_up
-from .tell.refuse import check_search
+from .tell.before_fit import check_search
 from .noise_scale import NoiseScale, describe
 
 

@@ -29,7 +29,7 @@ from .step.processes import Processes, gather, keep_in_memory
 from .step.split import read_micro_batch_size
 from .step.valid import run_valid_batch, run_whole_valid_batch
 from .tell.differences import Warnings
-from .tell.refuse import (RefuseHalfGradients, check_learner, check_loaders, check_processes,
+from .tell.before_fit import (RefuseHalfGradients, check_learner, check_loaders, check_processes,
     check_wrapped, per_micro_batch_comms)
 
 # %% ../nbs/00_accumulation.ipynb #cb

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from .base.arguments import check_function
 from .base.messages import refuse, warn
 from .restore.state import ForwardState, Patch, PatchingCallback, devices_of, uninterrupted
-from .tell.refuse import check_single
+from .tell.before_fit import check_single
 from .whole.segments import Segments, find_segments, unwrapped
 
 # %% ../nbs/04_checkpoint.ipynb #cb

@@ -17,7 +17,7 @@ from .base.arguments import check_count, our_callback
 from .base.messages import WarnOnce, refuse
 from .restore.state import PatchingCallback
 from .step.gradients import trained_params
-from .tell.refuse import check_single
+from .tell.before_fit import check_single
 
 # %% ../nbs/07_noise_scale.ipynb #noise-scale
 class NoiseScale(PatchingCallback):

@@ -17,7 +17,7 @@ from .base.messages import refuse
 from .restore.state import PatchingCallback
 from .step.loader import sizes_of
 from .step.processes import Processes
-from .tell.refuse import check_single
+from .tell.before_fit import check_single
 
 
 # %% ../nbs/08_scaled_lr.ipynb #scaled-lr

@@ -26,7 +26,7 @@ from ..restore.dry_run import DryRun
 from ..restore.state import ChangedAttrs, ForwardState
 from ..step.batch import bounds, leaves, n_samples
 from ..step.memory import is_out_of_memory
-from ..tell.refuse import batchnorms
+from ..tell.before_fit import batchnorms
 from ..tell.trial import LossTrial, Verdict, tolerance_of
 
 # %% ../../nbs/check/01_causes.ipynb #watch

@@ -26,7 +26,7 @@ from ..step.memory import explain_fixed_size, explain_unsplit
 from ..step.plan import count_of
 from ..step.mean import TargetCounter
 from ..step.split import BatchParts
-from .refuse import (batchnorms, check_left_out, has_body_with, hooked_params,
+from fastaccum.tell.before_fit import (batchnorms, check_left_out, has_body_with, hooked_params,
     per_micro_batch_comms)
 from ..whole.segments import has_segments
 from .trial import LossTrial, Verdict, hears

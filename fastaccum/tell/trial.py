@@ -30,7 +30,7 @@ from ..step.loop import StepLoop
 from ..step.mean import ItemCounter, StepMean
 from ..step.memory import is_out_of_memory
 from ..step.split import BatchParts, MicroBatch, is_close
-from .refuse import batchnorms
+from .before_fit import batchnorms
 from ..whole.segments import has_segments
 
 # %% ../../nbs/tell/01_trial.ipynb #verdict

@@ -26,11 +26,12 @@ from .check.causes import (Probe, Row, callbacks_to_try, describe_modules,
 from .check.compare import Compare, grad_differences, largest, relative_diff
 from .restore.dry_run import DryRun
 from .step.batch import n_samples, split
-from .step.loader import by_batch_size, n_of, resizable, size_of
-from .step.memory import free_memory, is_out_of_memory
+from .step.loader import n_of, resizable, size_of
+from .step.split import free_memory, is_out_of_memory
 from .tell.differences import remedy_of
 from .tell.trial import Verdict
-from .tell.before_fit import check_learner, check_search, has_body_with, hooked_params
+from fastaccum.tell.before_fit import (by_batch_size, check_learner, check_search, has_body_with,
+    hooked_params)
 from .whole.segments import has_segments
 
 # %% ../nbs/02_accum_check.ipynb #accum-check

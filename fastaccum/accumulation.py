@@ -21,16 +21,16 @@ from fastcore.basics import patch
 from torch import nn
 from .base.arguments import check_bool, check_count, check_function, suggest_arguments
 from .base.messages import refuse
-from .restore.state import QuietCallback
+from .restore.state import QuietCallback, keep_in_memory
 from .step.loader import OneBatchLoader, Step, drops_last, sizes_of
 from .step.loop import CurrentStep, StepLoop
-from .step.plan import LoaderSizes, Plan, Position, count_of
-from .step.processes import Processes, gather, keep_in_memory
+from .step.plan import LoaderSizes, Plan, Position
+from .step.processes import Processes, gather
 from .step.split import read_micro_batch_size
 from .step.valid import run_valid_batch, run_whole_valid_batch
 from .tell.differences import Warnings
 from .tell.before_fit import (RefuseHalfGradients, check_learner, check_loaders, check_processes,
-    check_wrapped, per_micro_batch_comms)
+    check_wrapped, count_of, per_micro_batch_comms)
 
 # %% ../nbs/00_accumulation.ipynb #cb
 class GradientAccumulation(QuietCallback):

@@ -24,7 +24,7 @@ from .restore.dry_run import Snapshot, loader_state
 from .restore.state import PatchingCallback, QuietCallback, devices_of, uninterrupted
 from .step.batch import n_samples
 from .step.loader import n_of, resizable, size_of, with_size
-from .step.memory import is_out_of_memory
+from .step.split import is_out_of_memory
 from .step.processes import check_not_sharded, world_size
 
 # %% ../nbs/05_batchnorm.ipynb #recalibrate

@@ -21,7 +21,7 @@ from .base.arguments import check_bool, check_count, check_name
 from .base.messages import refuse
 from .restore.dry_run import Batches, CountSteps, DryRun, training_device
 from .step.loader import batches_of, n_of, resizable, size_of, with_size
-from .step.memory import free_memory, is_out_of_memory, watch_peak
+from .step.split import free_memory, is_out_of_memory, watch_peak
 from .step.processes import check_not_sharded, check_same, gather, world_size
 
 

@@ -23,7 +23,8 @@ from .accumulation import GradientAccumulation
 from .base.arguments import check_count, check_name
 from .base.messages import refuse, warn
 from .step.loader import Step
-from .step.plan import count_of, round_up
+from .step.plan import round_up
+from .tell.before_fit import count_of
 
 # %% ../nbs/01_schedule.ipynb #moment
 def check_moment(name:str, o:int|float)->int|float:

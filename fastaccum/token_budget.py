@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from .base.arguments import check_count, check_function, check_name
 from .base.messages import WarnOnce, refuse
-from .restore.state import ForwardState
+from .restore.state import ForwardState, is_close
 from .step.batch import container_like, has_rows, is_mapping, leaves, pick
-from .step.split import Division, MicroBatchLimit, is_close
+from .step.split import Division, MicroBatchLimit
 
 
 # %% ../nbs/11_token_budget.ipynb #mask-of-lengths

@@ -25,7 +25,7 @@ from .compare import Compare, largest, part_sizes, relative_diff
 from ..restore.dry_run import DryRun
 from ..restore.state import ChangedAttrs, ForwardState
 from ..step.batch import bounds, leaves, n_samples
-from ..step.memory import is_out_of_memory
+from ..step.split import is_out_of_memory
 from ..tell.before_fit import batchnorms
 from ..tell.trial import LossTrial, Verdict, tolerance_of
 

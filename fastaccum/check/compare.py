@@ -22,7 +22,7 @@ from ..restore.state import ChangedAttrs, QuietCallback
 from ..step.batch import bounds, even_sizes, n_samples
 from ..step.gradients import params_of
 from ..step.loader import batches_of, size_of
-from ..step.memory import is_out_of_memory
+from ..step.split import is_out_of_memory
 
 # %% ../../nbs/check/00_compare.ipynb #sizes
 def _loader_sizes(n, most):

@@ -7,19 +7,22 @@ Docs: https://fastaccum.github.io/fastaccum/restore/state.html.md"""
 # %% auto #0
 __all__ = ['devices_of', 'rng_state', 'generator_state', 'set_rng_state', 'same_rng', 'find_drawing', 'autocast_state',
            'set_autocast_state', 'items_of', 'put_items', 'uninterrupted', 'ForwardState', 'ChangedAttrs',
-           'watch_buffers', 'Patch', 'QuietCallback', 'PatchingCallback']
+           'watch_buffers', 'is_close', 'keep_in_memory', 'Patch', 'QuietCallback', 'PatchingCallback']
 
 # %% ../../nbs/restore/00_state.ipynb #imports
 import random, numpy as np, torch
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from operator import methodcaller
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from fastai.callback.core import Callback
+from fastai.callback.schedule import LRFinder, ParamScheduler
+from fastai.torch_core import get_model
 from fastcore.basics import patch
 from fastcore.docments import docments
 from ..base.messages import refuse
@@ -287,6 +290,36 @@ def watch_buffers(model:nn.Module)->Callable:
     before = [(f'{name}.{k}'.lstrip('.'),m._buffers,k,b,b._version) for name,m in model.named_modules()
         if not isinstance(m, _BatchNorm) for k,b in m._buffers.items() if b is not None]
     return lambda: [name for name,d,k,b,version in before if d.get(k) is not b or b._version!=version]
+
+# %% ../../nbs/restore/00_state.ipynb #is-close
+def is_close(x:torch.Tensor, y:torch.Tensor, tol:float|None=None)->bool:
+    """Whether two tensors are equal up to rounding error, relative to the largest value
+
+    GPU kernels with atomic operations add in a different order each time, so two runs are rounded
+    differently. The comparison synchronizes the GPU once.
+    """
+    if x.shape!=y.shape: return False
+    if not x.is_floating_point() or not x.numel(): return torch.equal(x, y)
+    if tol is None: tol = 1e-2 if x.dtype.itemsize<4 else 1e-4
+    return bool(((x-y).abs()<=tol*x.abs().max()).all())
+
+# %% ../../nbs/restore/00_state.ipynb #finder
+def keep_in_memory(finder:LRFinder):
+    """Make `finder` keep the model and the optimizer in memory, on each process
+
+    fastai's `LRFinder` saves both to a file, on the first process only.
+    """
+    def before_fit():
+        finder.kept = deepcopy((get_model(finder.learn.model).state_dict(),finder.opt.state_dict()))
+        finder.best_loss = float('inf')
+        ParamScheduler.before_fit(finder)
+    def after_fit():
+        model,opt = vars(finder).pop('kept')
+        for name in ('before_fit','after_fit'): vars(finder).pop(name)
+        finder.opt.zero_grad()
+        get_model(finder.learn.model).load_state_dict(model)
+        finder.opt.load_state_dict(opt)
+    vars(finder).update(before_fit=before_fit, after_fit=after_fit)
 
 # %% ../../nbs/restore/00_state.ipynb #patch
 class Patch:

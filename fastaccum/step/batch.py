@@ -6,8 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/step/batch.html.md"""
 
 # %% auto #0
 __all__ = ['is_mapping', 'is_nested', 'values', 'has_rows', 'is_list', 'fits_batch', 'n_samples', 'samples', 'batch_device',
-           'even_sizes', 'bounds', 'container_like', 'pick', 'split', 'leaves', 'rebuilt', 'like_tensor', 'copies',
-           'with_grad', 'detached', 'join', 'label_counts']
+           'even_sizes', 'bounds', 'container_like', 'pick', 'split', 'leaves', 'rebuilt', 'like_tensor', 'join']
 
 # %% ../../nbs/step/01_batch.ipynb #imports
 import torch
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from itertools import accumulate, pairwise
 from math import ceil
-from torch.utils._pytree import tree_map
 from fastai.learner import Learner
 from ..base.messages import refuse
 
@@ -186,25 +184,6 @@ def like_tensor(o:object, x:object)->object:
     vars(res).update(vars(x))
     return res
 
-def copies(o:object)->object:
-    "Copy the tensors in `o`, which may be nested"
-    return tree_map(lambda x: like_tensor(x.clone(), x) if isinstance(x, torch.Tensor) else x, o)
-
-def with_grad(o:object)->object:
-    "Let the tensors in `o` require gradients; they are no leaves, because a loss may write into them"
-    def copy(x):
-        can_require = isinstance(x, torch.Tensor) and x.is_floating_point()
-        return like_tensor(x.detach().requires_grad_().clone(), x) if can_require else x
-    return tree_map(copy, o)
-
-def detached(o:object)->object:
-    "Copy the tensors in `o` without their graph, in at least single precision"
-    def copy(x):
-        if not isinstance(x, torch.Tensor): return x
-        is_half = x.is_floating_point() and x.element_size()<4
-        return like_tensor(x.detach().to(torch.float32 if is_half else x.dtype, copy=True), x)
-    return tree_map(copy, o)
-
 # %% ../../nbs/step/01_batch.ipynb #join
 def join(parts:list, ns:list)->object:
     """Join parts of a batch, with `ns` samples each, tensor by tensor
@@ -215,32 +194,3 @@ def join(parts:list, ns:list)->object:
     if isinstance(o, torch.Tensor): return torch.cat(parts) if all(map(has_rows, parts, ns)) else o
     if not is_nested(o): return o
     return container_like(o, [join(xs, ns) for xs in zip(*map(values, parts))])
-
-# %% ../../nbs/step/01_batch.ipynb #labels
-def _is_text(key):
-    "Whether the key of a mapping is a text, whose `repr` is source code; that of another key may not be"
-    return isinstance(key, str)
-
-def _label_places(code, o, n):
-    "Yield (source code, object) for each part of a batch of `n` samples that may hold labels"
-    lists_samples = isinstance(o, (tuple,list)) and len(o)==n and all(map(is_mapping, o))
-    if lists_samples or has_rows(o, n): yield code,o
-    elif is_mapping(o):
-        for k in filter(_is_text, o.keys()): yield from _label_places(f'{code}[{k!r}]', o[k], n)
-    elif isinstance(o, (tuple,list)):
-        for i,x in enumerate(o): yield from _label_places(f'{code}[{i}]', x, n)
-
-def label_counts(learn:Learner, n:int)->list: # Source code of functions of the Learner
-    "List functions that may count the items of which the loss of a batch of `n` samples is a mean"
-    res,shifted = [],[]
-    for name,parts in (('y',tuple(learn.yb)),('x',tuple(learn.xb))):
-        batch = (f'learn.{name}',parts[0]) if len(parts)==1 else (f'learn.{name}b',parts)
-        for code,o in _label_places(*batch, n):
-            if isinstance(o, (tuple,list)):
-                names = filter(_is_text, o[0].keys())
-                keys = [k for k in names if getattr(o[0][k], 'ndim', isinstance(o[0][k], list))]
-                res += [f'sum(len(o[{k!r}]) for o in {code})' for k in keys]
-            elif o.dtype in (torch.int32,torch.int64):
-                res.append(f'({code}!=-100).sum()')
-                if o.ndim==2: shifted.append(f'({code}[:,1:]!=-100).sum()')
-    return [f'lambda learn: {o}' for o in res+shifted]

@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/step/loader.html.md"""
 
 # %% auto #0
 __all__ = ['size_of', 'n_of', 'drops_last', 'check_micro_batch_size', 'sizes_of', 'resizable', 'with_size', 'samples_of',
-           'batches_of', 'by_batch_size', 'BatchStream', 'Step', 'OneBatchLoader', 'StepLoader']
+           'batches_of', 'BatchStream', 'Step', 'OneBatchLoader', 'StepLoader']
 
 # %% ../../nbs/step/02_loader.ipynb #imports
 from collections.abc import Callable, Sequence
@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import GetAttr, patch
-from ..base.arguments import class_names
 from ..base.messages import WarnOnce, refuse
 from ..restore.state import Patch
 from .batch import n_samples, split
@@ -154,28 +153,6 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
         of_size = f' of {bs} samples' if bs else ''
         raise refuse('no-batch/of-this-size', of_size)
     return res,samples_of(learn, res[0], bs)
-
-# %% ../../nbs/step/02_loader.ipynb #order
-# class of a loader -> words of a warning: how its batch size decides which samples are in one batch
-_grouping = {
-    'fastai.text.data.SortedDL': "puts texts of similar length together, within 50 of its batches",
-    'fastai.text.data.LMDataLoader': "cuts the text into as many streams as its batch size"}
-
-def by_batch_size(dl:object)->str:
-    """Say how a loader's batch size decides which samples go together: "LMDataLoader cuts the text …"
-
-    Returns an empty string if it does not.
-    """
-    while dl is not None:
-        is_stream = isinstance(dl, TorchDataLoader) and isinstance(dl.dataset, IterableDataset)
-        if is_stream and dl.batch_size and dl.num_workers>1:
-            return f'{type(dl).__name__} makes each batch in one of its {dl.num_workers} workers'
-        for name in class_names(type(dl)) & _grouping.keys():
-            # without shuffling, `SortedDL` sorts the whole dataset, whatever the batch size
-            depends_on_size = not name.endswith('SortedDL') or dl.shuffle
-            if depends_on_size: return f'{type(dl).__name__} {_grouping[name]}'
-        dl = getattr(dl, 'dl', None)   # a `DistributedDL` wraps another loader: look at that one next
-    return ''
 
 # %% ../../nbs/step/02_loader.ipynb #batches
 class BatchStream:

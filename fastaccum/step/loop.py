@@ -195,7 +195,7 @@ def run_step(self:StepLoop, i:int, step:Step):
         self.watch.end_step()
     except BaseException as e:
         self._clean_up(autocast)
-        self.watch.error(e)
+        self.watch.error(e, self)
         raise
 
 @patch

@@ -14,7 +14,6 @@ from fastai.learner import Learner
 from ..restore.state import ChangedAttrs
 from .batch import join, n_samples
 from .mean import KeptLosses, Mean
-from .memory import explain_unsplit_validation
 from .split import BatchParts, Retries, run_parts
 
 # %% ../../nbs/step/10_valid.ipynb #valid
@@ -81,5 +80,5 @@ def run_whole_valid_batch(loop:object, i:int, b:object):
     "Run the `i`th validation batch `b` as fastai does; if memory runs out, the error says what helps"
     try: type(loop.learn).one_batch(loop.learn, i, b)
     except Exception as e:
-        explain_unsplit_validation(e, loop.acc)
+        loop.watch.error(e, loop)
         raise

@@ -23,14 +23,14 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from ..base.messages import more_link
 from ..restore.dry_run import eager_and_exact, fit_state, takes_part
-from ..restore.state import ChangedAttrs, devices_of, find_drawing, rng_state, same_rng, watch_buffers
-from ..step.batch import (batch_device, copies, detached, has_rows, join, label_counts, leaves,
-    n_samples, split, with_grad)
+from ..restore.state import (ChangedAttrs, devices_of, find_drawing, is_close, rng_state,
+    same_rng, watch_buffers)
+from ..step.batch import batch_device, has_rows, join, leaves, n_samples, split
 from ..step.loop import StepLoop
 from ..step.mean import ItemCounter, StepMean
-from ..step.memory import is_out_of_memory
-from ..step.split import BatchParts, MicroBatch, is_close
+from ..step.split import BatchParts, MicroBatch, is_out_of_memory
 from .before_fit import batchnorms
+from .samples import copies, detached, label_counts, with_grad
 from ..whole.segments import has_segments
 
 # %% ../../nbs/tell/01_trial.ipynb #verdict

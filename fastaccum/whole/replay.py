@@ -16,12 +16,11 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 from fastcore.basics import patch
 from ..base.messages import refuse
-from ..restore.state import ForwardState, devices_of
+from ..restore.state import ForwardState, devices_of, is_close
 from ..step.batch import has_rows, leaves, like_tensor, rebuilt
 from ..step.gradients import GradSums, in_half
-from ..step.memory import is_out_of_memory
 from ..step.processes import add_up
-from ..step.split import HiddenRows, is_close
+from ..step.split import HiddenRows, is_out_of_memory
 
 # %% ../../nbs/whole/00_replay.ipynb #place
 def _refuse(x, n):

@@ -42,7 +42,7 @@ api_groups = {
     'Learning rates, logs and warnings': 'scaled_lr wandb reference/messages'}
 # the folders of modules that users do not import, in reading order, with their titles in the contributors' menu
 rooms = {'base': 'base: messages, arguments', 'restore': 'restore: put back', 'step': 'step: compute',
-    'whole': 'whole: a batch at once', 'tell': 'tell: refuse and warn', 'check': 'check: compare, explain'}
+    'whole': 'whole: a batch at once', 'tell': 'tell: describe, refuse, warn', 'check': 'check: compare, explain'}
 contribute = ('architecture', 'callbacks', 'testing', 'benchmarks', 'faults_of_fastai')
 order = [*' '.join(menu.values()).split(), *(f'contribute/{nm}' for nm in contribute)]
 # shorter titles for the menu

@@ -1,4 +1,4 @@
-"""Before the first step: say in one line what the fit will do, reject settings that cannot work, and say in the error how to fix them.
+"""Before the first step: say what the fit will do, and reject settings that cannot work, with an error that says what to type.
 
 Docs: https://fastaccum.github.io/fastaccum/tell/before_fit.html.md"""
 

@@ -145,4 +145,4 @@ class Watch:
     def take_step(self): "The gradients of the step are complete"
     def cancel_step(self): "The step makes no update: its micro-batches were cancelled, or have no targets"
     def end_step(self): "The step has ended, with all of its events"
-    def error(self, e:BaseException, loop:object): "`e` has ended a step or a validation batch of the `StepLoop`"
+    def error(self, e:BaseException, loop:object): "`e` has ended a step or a validation batch"

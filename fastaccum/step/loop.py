@@ -52,7 +52,7 @@ class StepLoop:
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
         self.others = []                         # `other_params`, which `learn.opt` does not step
         self.grad_sums = None                    # a `GradSums`; `None` if gradients add up in `grad`
-        self.devices = ()                        # the model's devices, except the CPU
+        self.autocast = None                     # the state of autocast between steps, for `set_autocast_state`
         self.batch_device = None                 # device to which fastai moves batches; `None`: unknown
         self.log_steps = True                    # whether steps are recorded, and not micro-batches
         # whether Recorder has training metrics, which see every micro-batch but are recorded per step
@@ -149,7 +149,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.others = other_params(learn)
     self.grad_sums = grad_sums_for(learn)
     if self.counter.n_items is not self.acc.n_items: self.counter = ItemCounter(self.acc.n_items)
-    self.devices = devices_of(learn.model.modules())
+    self.autocast = autocast_state(devices_of(learn.model.modules()))
     self.batch_device = batch_device(learn)
     sizes = plan.loaders[self.processes.rank]
     self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch), sizes,
@@ -180,7 +180,6 @@ def run_step(self:StepLoop, i:int, step:Step):
     # if a callback has called `learn.validate()`, `step` is an ordinary batch of the validation loader
     if not isinstance(step, Step): return type(self.learn).one_batch(self.learn, i, step)
     self._begin_step(i, step)
-    autocast = autocast_state(self.devices)
     try:
         missing = step.n_missing(0)
         while missing:
@@ -194,14 +193,14 @@ def run_step(self:StepLoop, i:int, step:Step):
         self._finish_step()
         self.watch.end_step()
     except BaseException as e:
-        self._clean_up(autocast)
+        self._clean_up()
         self.watch.error(e, self)
         raise
 
 @patch
-def _clean_up(self:StepLoop, autocast):
+def _clean_up(self:StepLoop):
     "Leave no gradient, patch or loader process behind after an error, Ctrl-C or a Cancel… exception"
-    set_autocast_state(autocast)
+    set_autocast_state(self.autocast)
     torch.set_grad_enabled(True)   # Ctrl-C while a `no_grad()` block ends may leave them off
     self._empty_grads()
     self.step.batches.end()

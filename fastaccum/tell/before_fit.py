@@ -1,4 +1,4 @@
-"""Before the first step: say what the fit will do, and reject settings that cannot work, with an error that says what to type.
+"""Before the first step: say what the fit will do, and reject what cannot work, with a remedy.
 
 Docs: https://fastaccum.github.io/fastaccum/tell/before_fit.html.md"""
 

@@ -181,14 +181,16 @@ def error(self:Warnings, e:BaseException, loop:StepLoop):
 # %% ../../nbs/tell/03_differences.ipynb #explain
 def _explain_memory(e, loop):
     "Memory ran out: append to the message of `e` what helps"
-    cb,part = our_callback(loop.learn, 'GradientCache') or loop.acc,loop.unsplit_part
-    if not loop.learn.training: append_message(e, 'fixed-size-does-not-fit/validation', loop.acc)
-    elif part is not None:
-        append_message(e, 'out-of-memory/optimizer' if 'optimizer' in part else 'out-of-memory/callback', part)
-    elif cb.limit is not None and cb.limit.shrinks: append_message(e, 'fixed-size-does-not-fit/another-part')
-    else:
-        smaller = '`bs`' if cb.limit is None else '`micro_batch_size`'
-        append_message(e, 'fixed-size-does-not-fit', cb, smaller)
+    cb,part = loop.acc,loop.unsplit_part
+    if not loop.learn.training: return append_message(e, 'fixed-size-does-not-fit/validation', cb)
+    if part is not None:
+        key = 'out-of-memory/optimizer' if 'optimizer' in part else 'out-of-memory/callback'
+        return append_message(e, key, part)
+    cb = our_callback(loop.learn, 'GradientCache') or cb
+    if cb.limit is not None and cb.limit.shrinks:
+        return append_message(e, 'fixed-size-does-not-fit/another-part')
+    smaller = '`bs`' if cb.limit is None else '`micro_batch_size`'
+    append_message(e, 'fixed-size-does-not-fit', cb, smaller)
 
 # %% ../../nbs/tell/03_differences.ipynb #trials
 @patch

@@ -1,4 +1,4 @@
-"""What a trial of the loss needs of a batch: copies, functions that may count its items, and single samples to join.
+"""What a trial needs of a batch: copies, functions that may count its items, and pairs of single samples.
 
 Docs: https://fastaccum.github.io/fastaccum/tell/samples.html.md"""
 

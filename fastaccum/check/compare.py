@@ -43,25 +43,18 @@ def part_sizes(n:int, most:float=inf)->list[int]:
     return _loader_sizes(n, most)
 
 def _sizes_to_try(n, most, of_fit=False, evenly=False):
-    """Return lists of part sizes in the order to try them
+    """List two ways to divide `n` samples: into the parts of a fit or unequal parts, and into equal parts
 
-    `of_fit`: the sizes of the fit come first. `evenly`: callbacks that are told only the largest size
-    divide the batch, and make the parts as equal as possible.
+    `of_fit`: the parts are those of a fit, with `most` samples each. `evenly`: callbacks that are told
+    only the largest size divide the batch, and make the parts as equal as possible.
     """
-    even = even_sizes(n, most)
-    halves = even_sizes(n, max(1, n//2))
     if evenly:
-        usual,others = [even],[halves]
-        divisions = (even_sizes(n, o) for o in range(min(most, n-1), 0, -1))
-        unequal = next((sizes for sizes in divisions if len({*sizes})>1), even)
-    else:
-        usual = [_loader_sizes(n, most),even]
-        unequal = part_sizes(n, most)
-        others = [[n//2,n//4,n//4],halves] if n%4==0 else [halves]
-    res = [*usual,unequal,*others] if of_fit else [unequal,*usual,*others]
-    # leave out repeated sizes, and sizes that divide nothing or are too large, unless no others are left
-    different = [o for i,o in enumerate(res) if len(o)>1 and max(o)<=most and o not in res[:i]]
-    return different or res[:1]
+        divisions = [even_sizes(n, o) for o in range(min(most, n-1), 0, -1)] or [[n]]
+        first = divisions[0]
+        if not of_fit: first = next((o for o in divisions if len({*o})>1), first)
+    else: first = _loader_sizes(n, most) if of_fit else part_sizes(n, most)
+    equal = even_sizes(n, min(most, max(1, n//2)))
+    return [first,equal] if first!=equal else [first]
 
 # %% ../../nbs/check/00_compare.ipynb #taken
 def _on_cpu(t):
@@ -225,17 +218,13 @@ def _describe_failure(e, learn, on):
 # %% ../../nbs/check/00_compare.ipynb #both-runs
 @patch
 def _try_step(self:Compare, in_parts):
-    "Run `step`; if it fails twice, set `why` to a description of the error and return `None`"
+    "Run `step`; if it fails, set `why` to a description of the error and return `None`"
     try: return self.step(in_parts)
     except Exception as e:
         # If `e` is an error of fastaccum, raise it again, because its message names a remedy. For parts,
         # do not raise it, because `whole_and_parts` tries other sizes of parts, which may work.
         is_ours_for_whole = more_link('') in str(e) and not in_parts
         if is_out_of_memory(e) or is_ours_for_whole: raise
-        try: self.step(in_parts)
-        except Exception: pass
-        # the second try with the same sizes worked, so the sizes are not the cause: raise the first error
-        else: raise
         on = 'a part of the batch' if in_parts else 'the whole batch'
         self.why = self.why or _describe_failure(e, self.run.learn, on)
 

@@ -336,16 +336,23 @@ add_messages("""
 # %% ../../nbs/base/00_messages.ipynb #backward
 add_messages("""
 [micro-batch-left-out] AccumulationWarning: callbacks have cancelled {n} of a step's micro-batches, so
-    the step is the mean over the others. The full-batch run would leave out the whole step: to do the
-    same, raise `CancelStepException` in `before_step`
+    the step is the mean over those that were not cancelled before their backward pass. The full-batch
+    run would leave out the whole step: to do the same, raise `CancelStepException` in `before_step`
 [changes-within-a-step] AccumulationWarning: {callbacks} changes {what} between two micro-batches of a
     step, so this run differs from the full-batch run, which has the same value for the whole step.
     `before_batch` comes once per micro-batch: let the callback count steps, with `self.train_iter` or in
     `after_batch`
+[changes-within-a-step/counter] AccumulationWarning: {counters} counts micro-batches, and would count
+    steps in the full-batch run. If a learning rate, the loss or the end of the fit depends on it, this
+    run differs from that run. `before_batch` comes once per micro-batch: count steps in `after_batch`, or
+    use their number, `self.train_iter`
+[changes-within-a-step/weights] AccumulationWarning: {weights} changed between two micro-batches of a
+    step, so this run differs from the full-batch run, which changes weights only between steps. A
+    callback can change them in `after_step`. If the model changes them itself, {use-checkpoint}
 [gradients-changed] AccumulationWarning: between two micro-batches of a step, the gradients of
-    {parameters} were changed or emptied, so this run differs from the full-batch run. Move code that
-    clips or calls `zero_grad` to `before_step`, when the gradients are complete. For a second backward
-    pass, {use-cache}
+    {parameters} were changed or emptied, so this run may differ from the full-batch run. Delete a
+    `zero_grad` at the start of a batch: fastai calls it after each step. Move code that clips gradients
+    to `before_step`, when they are complete. For a second backward pass, {use-cache}
 [second-pass] AccumulationWarning: after the micro-batches of a step, a callback runs the model again. If
     it does so with the batch of the Learner, which is only the last micro-batch, this run differs from
     the full-batch run: {use-cache}
@@ -571,8 +578,7 @@ add_messages("""
 [remedy/terms-of-a-sum] Phrase: Its `reduction` is 'sum', so each of its terms must be a sum over samples;
     if the loss is meant to be a mean, use `reduction='mean'`.
 [remedy/cache] Phrase: {use-cache}
-[remedy/checkpoint] Phrase: create the DataLoaders with `bs` set to the size of a step, and replace
-    `GradientAccumulation` with `fastaccum.ActivationCheckpoint()`
+[remedy/checkpoint] Phrase: {use-checkpoint}
 [remedy/smaller-step] Phrase: no callback helps: make a step one batch of the loader, with a smaller
     `accum_bs`
 [samples-see-each-other] LossWarning: the model's predictions for a sample depend on the other samples of
@@ -580,6 +586,8 @@ add_messages("""
     weights than the full-batch run. {remedy}
 [use-cache] Phrase: create the DataLoaders with `bs` set to the size of a step, and replace
     `GradientAccumulation` with `fastaccum.GradientCache(micro_batch_size={n})`
+[use-checkpoint] Phrase: create the DataLoaders with `bs` set to the size of a step, and replace
+    `GradientAccumulation` with `fastaccum.ActivationCheckpoint()`
 [run-accum-check] Phrase: call `learn.accum_check(cbs=…)` with the callbacks that you passed to the fit
 [loss-not-tried] LossWarning: fastaccum could not check whether a micro-batch in parts has the same loss
     ({reason}). If it has not, this run differs from the full-batch run: to find out, {run-accum-check}

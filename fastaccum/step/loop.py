@@ -23,7 +23,7 @@ from .batch import batch_device
 from .gradients import (GradVersions, complete_grads, empty_grads, grad_sums_for,
     other_params, params_of, set_aside)
 from .loader import Step, StepLoader, samples_of
-from .log import LogRows, Watch, hears_steps, records
+from .log import LogRows, Watch, hears, hears_steps, records
 from .mean import ItemCounter, KeptLosses, StepMean
 from .plan import Plan
 from .processes import Processes
@@ -60,10 +60,14 @@ class StepLoop:
         # state of the step, set by `run_step`
         self.step = None                         # the `Step` that runs
         self.mean = None                         # a `StepMean`: the mean loss of `step` so far
-        self.kept_losses = None                  # a `KeptLosses`, if there are metrics
+        self.kept_losses = None                  # a `KeptLosses`: the step's means of parts of the loss
         self.n_read = 0                          # samples of `step` in batches that have ended
         self.n_left_out = 0                      # micro-batches of `step` that callbacks cancelled
-        self.older_grads = {}                    # parameter in `others` -> its gradient before the step
+        self.n_without_backward = 0              # those of them of which only the backward pass was cancelled
+        self.n_cancelled_late = 0                # micro-batches that were cancelled after the backward pass
+        # whether fastai would have emptied the gradients before the step: it keeps those of a cancelled batch
+        self.has_emptied = True
+        self.older_grads = {}                    # parameter -> its gradient before the step, if it was kept
         self.micro = None                        # the `MicroBatch` that runs, or else the last one
         self.began = 0.                          # when the step began, in seconds of `time.perf_counter`
         # name of the part of the step that runs after its micro-batches; `None` while they run
@@ -97,7 +101,7 @@ def listeners(self:StepLoop, event:str)->list:
     if cbs!=self.cbs: self.cbs,self.by_event = list(cbs),{}   # a callback was added or removed
     if event not in self.by_event:
         in_order = sorted(cbs, key=attrgetter('order'))
-        self.by_event[event] = [cb for cb in in_order if hasattr(type(cb), event) or event in vars(cb)]
+        self.by_event[event] = [cb for cb in in_order if hears(cb, event)]
     return self.by_event[event]
 
 @patch
@@ -144,6 +148,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     learn = self.learn
     self.processes = Processes(learn.model)   # find them again: a callback may have put the model in DDP
     empty_grads(learn.opt)
+    self.has_emptied = True
     self.by_event = {}   # the classes of callbacks may have got other methods
     self.limit = self.acc.limit
     self.others = other_params(learn)
@@ -164,13 +169,15 @@ def _begin_step(self:StepLoop, i, step):
     "Set the state of the step"
     self.learn.iter = i
     self.step,self.micro = step,None
-    self.n_read = self.n_left_out = 0
+    self.n_read = self.n_left_out = self.n_without_backward = self.n_cancelled_late = 0
     self.unsplit_part = None
-    self.older_grads = set_aside(self.others)
+    kept = self.others if self.has_emptied else [*params_of(self.learn.opt),*self.others]
+    self.older_grads = set_aside(kept)
+    self.has_emptied = True
     self._find_changed_callbacks()
     self.began = time.perf_counter()
     self.mean = StepMean(step.n_here, step.n_all, self.counter, self.processes, self.last_loss)
-    self.kept_losses = KeptLosses(self.learn) if self.learn.metrics else None
+    self.kept_losses = KeptLosses(self.learn)
     self.watch.begin_step(i)
 
 # %% ../../nbs/step/08_loop.ipynb #step
@@ -213,9 +220,13 @@ def _finish_step(self:StepLoop):
     if self.plan.drop_last and self.processes.n==1 and self.step.is_incomplete(self.n_read):
         return self._drop_step()
     self.mean.sum_up()
-    if not self.mean.samples: return self._cancel_step()
-    opt,correction = self.learn.opt,self.mean.correction
-    complete_grads(opt, self.others, self.grad_sums, correction, self.processes)
+    if self.mean.samples:
+        opt,correction = self.learn.opt,self.mean.correction
+        complete_grads(opt, self.others, self.grad_sums, correction, self.processes)
+    else:
+        # like fastai, take a step with the gradients as they are if only backward passes were cancelled
+        is_step = self.processes.n==1 and 0<self.n_left_out==self.n_without_backward
+        if not is_step: return self._cancel_step()
     for p,g in self.older_grads.items(): p.grad = g if p.grad is None else g+p.grad
     self.acc.record_step(self.step)
     self._take_step()
@@ -223,7 +234,8 @@ def _finish_step(self:StepLoop):
 @patch
 def _empty_grads(self:StepLoop):
     empty_grads(self.learn.opt)
-    for p in self.others: p.grad = self.older_grads.get(p)
+    for p in self.others: p.grad = None
+    for p,g in self.older_grads.items(): p.grad = g
     if self.grad_sums is not None: self.grad_sums.pop()
 
 # %% ../../nbs/step/08_loop.ipynb #batch
@@ -258,7 +270,10 @@ def run_micro_batch(self:StepLoop):
     self.watch.before_forward()
     try: self.forward_backward()
     except CancelBatchException: self._leave_out()
-    if self.micro.has_run and self.train_metrics:
+    if not self.micro.has_run: return
+    self.watch.end_micro_batch()
+    if self.grad_sums is not None: self.grad_sums.add(1. if self.mean.is_sum else self.micro.share)
+    if self.train_metrics:
         for metric in self.learn.metrics: metric.accumulate(self.learn)
 
 @patch
@@ -360,16 +375,18 @@ def count_micro_batch(self:StepLoop):
     mean,micro = self.mean,self.micro
     micro.pred = None   # free the model's output
     mean.add(self.learn)
-    if self.kept_losses is not None: self.kept_losses.note(self.learn, micro.n)
-    if self.grad_sums is not None: self.grad_sums.add(1. if mean.is_sum else micro.share)
+    self.kept_losses.note(micro.n)
     self.watch.after_backward()
 
 # %% ../../nbs/step/08_loop.ipynb #cancel
 @patch
-def _leave_out(self:StepLoop):
-    "Leave a cancelled micro-batch out of the step's mean, unless its backward pass has run"
-    if self.micro.has_run: return
+def _leave_out(self:StepLoop, is_backward:bool=False):
+    "Leave a cancelled micro-batch, or one with a cancelled backward pass, out of the step's mean, unless it has run"
+    if self.micro.has_run:
+        self.n_cancelled_late += 1
+        return
     self.n_left_out += 1
+    self.n_without_backward += is_backward
     if self.micro.has_loss: self.mean.leave_out(self.learn, self.micro.n)
     self.watch.left_out()
 
@@ -377,7 +394,12 @@ def _leave_out(self:StepLoop):
 def _cancelled_backward(self:StepLoop):
     "After `CancelBackwardException`: count the micro-batch if a callback runs its own backward pass"
     learn,event = self.learn,'after_cancel_backward'
-    if not self.listeners(event): return self._leave_out()
+    if not self.listeners(event):
+        # a callback may have set the gradients itself, as for several tasks, before it cancelled the pass
+        is_first = not (self.mean.n_micro_batches or self.n_left_out)
+        grads = [p.grad for p in params_of(learn.opt) if p.grad is not None] if is_first else []
+        self.watch.own_backward(False, any(g.any() for g in grads))
+        return self._leave_out(is_backward=True)
     if self.micro.share is None: self.acc.before_backward()
     passes = []   # gets an entry when a backward pass goes through `learn.loss_grad`
     if learn.loss_grad.requires_grad:
@@ -387,7 +409,7 @@ def _cancelled_backward(self:StepLoop):
     self.micro.has_run = bool(passes)
     self.watch.own_backward(self.micro.has_run, bool(before.changed()))
     if self.micro.has_run: self.acc.after_backward()
-    else: self._leave_out()
+    else: self._leave_out(is_backward=True)
 
 # %% ../../nbs/step/08_loop.ipynb #ends
 @patch
@@ -415,13 +437,17 @@ def _take_step(self:StepLoop):
     "Run the optimizer's step with its events, and set `learn.loss` to the mean loss of the step"
     learn = self.learn
     micro_loss = learn.loss
-    learn.loss = self.last_loss = self.mean.loss
+    if self.mean.samples: self.last_loss = self.mean.loss
+    else: self.last_loss = self.mean.left_out_loss(micro_loss)
+    learn.loss = self.last_loss
+    self.kept_losses.put_means()
     self.watch.take_step()
     # a process without samples in this step must still set the same learning rate as the other processes
     if self.micro is None:
         for cb in self.listeners('before_batch'):
             if isinstance(cb, ParamScheduler): cb('before_batch')
     try:
+        if 0<self.n_cancelled_late==self.mean.n_micro_batches: raise CancelBatchException
         try:
             self.unsplit_part = "a callback's `before_step`"
             self.send('before_step')
@@ -431,8 +457,11 @@ def _take_step(self:StepLoop):
         self.unsplit_part = None
         self.send('after_step')
         learn.opt.zero_grad()
-    except CancelBatchException: self.send('after_cancel_batch')
+    except CancelBatchException:
+        self.has_emptied = False
+        self.send('after_cancel_batch')
     self._end_step(micro_loss)
+    self.kept_losses.put_back()
 
 @patch
 def _cancel_step(self:StepLoop):
@@ -456,9 +485,7 @@ def _end_step(self:StepLoop, micro_loss):
     "Send `after_batch` for the step; callbacks that log micro-batches see `micro_loss`"
     learn,step_loss = self.learn,self.learn.loss
     if not self.log_steps: self.log_rows.before_micro_batch_row(learn)
-    else:
-        if self.kept_losses is not None: self.kept_losses.put_means(learn)
-        self.log_rows.before_step_row(learn, self.mean.samples or self.step.n_all, self.began)
+    else: self.log_rows.before_step_row(learn, self.mean.samples or self.step.n_all, self.began)
     if self.train_metrics: learn.recorder.train_metrics = False   # metrics already got each micro-batch
     self._put_back_inputs()
     try:

@@ -380,23 +380,35 @@ def correction(self:StepMean)->float|torch.Tensor:
 
 # %% ../../nbs/step/03_mean.ipynb #kept
 class KeptLosses:
-    "Averages, over a step, the loss function's attributes that fastai's `LossMetric` reads"
+    "Averages, over a step, numbers that the loss function sets in its attributes, such as the parts of a loss"
     def __init__(self, learn:Learner):
-        self.names = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}
+        self.loss_func = learn.loss_func
+        self.read = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}
         self.means = defaultdict(Mean)   # name of an attribute -> mean of its values over samples
+        self.last = self._attrs()        # the attributes' values after the last micro-batch
+        self.put = {}                    # the means, while the attributes have them
 
-    def note(self, learn:Learner, n:int):
-        "Add the attributes' values after a micro-batch of `n` samples to the means"
-        for name in self.names:
-            o = getattr(learn.loss_func, name, None)
-            is_new = isinstance(o, (torch.Tensor,Real)) and not hasattr(o, 'is_step_mean')
-            if is_new: self.means[name].add(torch.as_tensor(o).detach(), n)
+    def _attrs(self):
+        attrs = {name:getattr(self.loss_func, name, None) for name in self.read}
+        return attrs|getattr(self.loss_func, '__dict__', {})
 
-    def put_means(self, learn:Learner):
+    def note(self, n:int):
+        "Add the values that were set for a micro-batch of `n` samples to the means"
+        before,self.last = self.last,self._attrs()
+        for name,o in self.last.items():
+            is_number = type(o) is float or isinstance(o, torch.Tensor) and not o.ndim
+            is_read = name in self.read and isinstance(o, Real)
+            if (is_number or is_read) and o is not before.get(name):
+                self.means[name].add(torch.as_tensor(o).detach(), n)
+
+    def put_means(self):
         "Set the attributes of the loss function to their means over the step"
         for name,values in self.means.items():
             mean = values.value()
-            # If the loss function is not called for the next micro-batch, the attribute still holds this
-            # mean. The mark lets `note` skip it, so that the mean is not counted as a loss.
-            mean.is_step_mean = True
-            setattr(learn.loss_func, name, mean)
+            self.put[name] = mean.item() if type(self.last[name]) is float else mean
+            setattr(self.loss_func, name, self.put[name])
+
+    def put_back(self):
+        "Set the attributes to their values after the last micro-batch, unless callbacks have changed them"
+        for name,mean in self.put.items():
+            if getattr(self.loss_func, name, None) is mean: setattr(self.loss_func, name, self.last[name])

@@ -63,7 +63,7 @@ def _run_in_parts(loop, changed):
         has_items = len(learn.yb) and not loop.counter.is_sum
         items = loop.counter(learn, loop.micro.n) if has_items else None
         outs.append((loop.micro.n,learn.pred,learn.loss,items))
-        kept.note(learn, loop.micro.n)
+        kept.note(loop.micro.n)
     n = n_samples((*learn.yb,*learn.xb), getattr(learn.dl, 'bs', None))
     limit = loop.acc.limit
     division = limit.divide(learn.model, learn.xb, learn.yb, n, loop.watch.warn_once)
@@ -74,7 +74,7 @@ def _run_in_parts(loop, changed):
     if len(outs)<2: return
     settings = loop.counter.settings
     join_outputs(learn, outs, settings is None or settings.reduction!='none')
-    kept.put_means(learn)
+    kept.put_means()
 
 def run_whole_valid_batch(loop:object, i:int, b:object):
     "Run the `i`th validation batch `b` as fastai does; if memory runs out, the error says what helps"

@@ -8,6 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/tell/differences.html.md"""
 __all__ = ['warn_chunks', 'Warnings', 'remedy_of']
 
 # %% ../../nbs/tell/03_differences.ipynb #imports
+from operator import ne
 from torch import Tensor, is_grad_enabled, nn, optim
 from torch.nn.modules.module import register_module_forward_pre_hook
 from fastai.data.load import DataLoader
@@ -18,7 +19,7 @@ from ..base.arguments import class_names, our_callback
 from ..base.messages import WarnOnce, append_message, refuse, text_of
 from ..restore.state import ChangedAttrs, watch_buffers
 from ..step.gradients import GradVersions, params_of
-from ..step.log import Watch
+from ..step.log import Watch, hears
 from ..step.loop import StepLoop
 from ..step.mean import TargetCounter
 from ..step.split import BatchParts, is_out_of_memory
@@ -26,7 +27,7 @@ from .before_fit import (batchnorms, by_batch_size, check_left_out, count_of, ha
     hooked_params, per_micro_batch_comms)
 from .samples import SingleSample
 from ..whole.segments import has_segments
-from .trial import LossTrial, Verdict, hears
+from .trial import LossTrial, Verdict
 
 # %% ../../nbs/tell/03_differences.ipynb #chunks
 def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
@@ -46,7 +47,7 @@ def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
 # %% ../../nbs/tell/03_differences.ipynb #look
 class Warnings(Watch):
     "Warns if a fit differs from the full-batch run; with several processes, only the first one warns"
-    steps_compared = 2     # number of steps at the start of a fit in which settings are compared
+    steps_compared = 2     # number of steps of each epoch in which settings are compared
     # most trials of the loss in an epoch. One is enough, unless its micro-batch cannot show whether the
     # loss is right, or the settings of the loss change
     trials_per_epoch = 4
@@ -55,12 +56,13 @@ class Warnings(Watch):
         self.warn_once = WarnOnce(learn)   # gives each warning once
         self.loop = None     # the `StepLoop` that is watched
         self.comms = []      # texts: why processes communicate in each micro-batch
-        self.done = set()    # names of the checks that are made once per fit, and were made
+        self.done = set()    # names of the checks that are made once per epoch, and were made
         self.hooks = {}      # module -> handle of its hook, until it is removed
         # the `GradVersions` after a step's first micro-batch; `None` again once they are compared
         self.grads = None
-        self.n_steps = 0     # steps of the fit so far
-        self.settings = None # the optimizer's `_settings` in the previous micro-batch of the step
+        self.n_compared = 0  # steps of the epoch in which settings were compared
+        self.is_compared = False # whether settings are compared in this step
+        self.settings = None # the `_settings` in the previous micro-batch of the step
         self.n_left = 0      # trials of the loss that are left in this epoch
         self.n_changed = 0   # how often the settings of the loss have changed in this epoch
         self.loss_settings = None   # the `LossSettings` that were tried last
@@ -81,7 +83,7 @@ class Warnings(Watch):
         return self.loop.step.n_here>self.loop.loader.sizes.bs
 
     def is_first_time(self, check:str)->bool:
-        "Whether a check that is made once per fit was not made before"
+        "Whether a check that is made once per epoch was not made before"
         if check in self.done: return False
         self.done.add(check)
         return True
@@ -91,6 +93,7 @@ class Warnings(Watch):
         self.loop = loop
         self.comms = per_micro_batch_comms(loop.learn.model, loop.log_steps, loop.train_metrics)
         self.n_left,self.n_changed,self.waiting = self.trials_per_epoch,0,None
+        self.n_compared,self.done = 0,set()   # a callback may begin to change something in any epoch
         self._check_plan()
 
 # %% ../../nbs/tell/03_differences.ipynb #watch-micro
@@ -105,7 +108,7 @@ def begin_step(self:Warnings, i:int):
         raise refuse('middle-of-an-epoch', loop.acc)
     if not loop.step.is_planned: self._more_batches(i)
     self.grads = self.settings = None
-    self.n_steps += 1
+    self.is_compared = self.n_compared<self.steps_compared
     self._begin_batch()
 
 # %% ../../nbs/tell/03_differences.ipynb #watch-micro-before-backward
@@ -116,8 +119,8 @@ def before_backward(self:Warnings):
     if self.hooks: self._unhook()
     if self.comms: check_left_out(loop.processes, self.comms, False)
     if loop.micro.n>loop.loader.sizes.bs: self._larger_batch(loop.micro.n)
-    if self.grads is not None: self._compare_grads()
-    if self.n_steps<=self.steps_compared: self._compare_settings()
+    if self.grads is not None: self._compare_grads(is_final=True)
+    if self.is_compared: self._compare_settings()
     # a step of a single micro-batch cannot differ
     if 'batch' in self.done or loop.is_last_micro_batch: return
     self.done.add('batch')
@@ -128,13 +131,22 @@ def before_backward(self:Warnings):
 @patch
 def after_backward(self:Warnings):
     "Note the gradients after the first micro-batch of a step, and watch the modules in the second"
-    loop = self.loop
-    if loop.mean.n_micro_batches>1 or loop.is_last_micro_batch: return
-    if self.n_left>0 or self.loop.counter.settings is not self.loss_settings: self._begin_batch()
-    if self.changed_buffers is not None: self._compare_buffers()
+    loop,self.grads = self.loop,None
+    if loop.mean.n_micro_batches>1: return
+    if not loop.is_last_micro_batch:
+        if self.n_left>0 or loop.counter.settings is not self.loss_settings: self._begin_batch()
+        if self.changed_buffers is not None: self._compare_buffers()
+    # several processes exchange gradients later, so the gradients of a single micro-batch are not complete
+    elif loop.processes.n==1: return
     if 'gradients' in self.done: return
     params = [p for p in params_of(loop.learn.opt) if p.grad is not None]
     if params: self.grads = GradVersions(params)
+
+@patch
+def end_micro_batch(self:Warnings):
+    "Check whether callbacks have changed the gradients in `after_backward`"
+    # the loop moves gradients that it sums elsewhere, so these cannot be compared again
+    if self.grads is not None: self._compare_grads(is_final=self.loop.grad_sums is not None)
 
 # %% ../../nbs/tell/03_differences.ipynb #watch-ends
 @patch
@@ -151,16 +163,18 @@ def own_backward(self:Warnings, counts:bool, changed:bool):
 
     RuntimeError: it changed gradients in a way that the loop cannot weigh
     """
-    if counts: check_left_out(self.loop.processes, self.comms, False)
-    if changed and not counts: raise refuse('own-backward-pass')
+    loop = self.loop
+    if counts: check_left_out(loop.processes, self.comms, False)
+    is_whole_step = loop.is_last_micro_batch and not (loop.mean.n_micro_batches or loop.n_left_out)
+    if changed and not (counts or is_whole_step): raise refuse('own-backward-pass')
 
 @patch
 def take_step(self:Warnings):
     "Warn if callbacks cancelled some of the step's micro-batches, or run the model again in `before_step`"
-    n = self.loop.n_left_out
-    if not self.joins_batches: return
-    if n: self.warn_once('micro-batch-left-out', n)
-    if self.n_steps<=self.steps_compared and self.warns: self._watch_second_pass()
+    loop = self.loop
+    n = loop.n_left_out+loop.n_cancelled_late
+    if 0<n<loop.n_left_out+loop.mean.n_micro_batches: self.warn_once('micro-batch-left-out', n)
+    if self.is_compared and self.joins_batches and self.warns: self._watch_second_pass()
 
 @patch
 def end_step(self:Warnings): self._unhook()
@@ -367,7 +381,7 @@ def _warn_second_optimizer(cb, opt, warn_once):
     own = [o for o in vars(cb).values() if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
     others = [o for o in own if o is not opt and o is not getattr(opt, 'opt', None)]
     says_when = hasattr(cb, 'per_step')
-    if says_when or not others or not hears(cb, _micro_batch_events): return
+    if says_when or not others or not hears(cb, *_micro_batch_events): return
     warn_once('second-optimizer', cb)
 
 # %% ../../nbs/tell/03_differences.ipynb #holds-state
@@ -433,35 +447,53 @@ def before_part(self:Warnings, parts:BatchParts, n:int):
 
 # %% ../../nbs/tell/03_differences.ipynb #steps
 @patch
-def _compare_grads(self:Warnings):
-    "Warn if gradients were changed between the first two micro-batches of a step"
+def _compare_grads(self:Warnings, is_final:bool):
+    "Warn if gradients were changed since the step's first backward pass; `is_final`: do not compare again"
     n = len(self.grads.changed())
-    self.grads = None
-    self.done.add('gradients')
     if n: self.warn_once('gradients-changed', parameters=count_of(n, 'parameter'),
         n=self.loop.loader.sizes.micro_bs)
+    if not (n or is_final): return
+    self.grads = None
+    self.done.add('gradients')
 
 # %% ../../nbs/tell/03_differences.ipynb #settings
 # events that come for each micro-batch
 _micro_batch_events = 'before_batch','after_pred','after_loss','before_backward','after_backward'
 
-def _settings(opt):
-    "Return the optimizer's hyper-parameters, and which of its parameters are trained"
-    return [dict(o) for o in opt.hypers],[p.requires_grad for p in params_of(opt)]
+def _are_users(objects):
+    "Leave out objects whose classes are those of a library"
+    return [o for o in objects if not type(o).__module__.startswith(('fastai.','fastaccum.','torch.'))]
+
+def _settings(learn):
+    "Collect what stays the same within a step of the full-batch run: three dicts from names to values"
+    opt,model = learn.opt,learn.model
+    hypers = {f'`{k}`':[o.get(k) for o in opt.hypers] for k in opt.hypers[0]}
+    hypers['which parameters are trained (`requires_grad`)'] = [p.requires_grad for p in params_of(opt)]
+    cbs = _are_users(cb for cb in learn.cbs if hears(cb, 'before_batch'))
+    counters = {f'`{type(o).__name__}.{k}`':n for o in cbs for k,n in vars(o).items() if type(n) is int}
+    # a change in place increases the version; an embedding with `max_norm` scales weights in each forward
+    # pass, which changes nothing later
+    weights = {f'`{name}.{k}`'.replace('`.', '`'):(p._version,p.data_ptr())
+        for name,m in model.named_modules() if not getattr(m, 'max_norm', None)
+        for k,p in m._parameters.items() if p is not None}
+    return hypers,counters,weights
 
 @patch
 def _compare_settings(self:Warnings):
-    "Warn if the optimizer's settings differ between two micro-batches of a step"
-    learn,before = self.loop.learn,self.settings
-    self.settings = _settings(learn.opt)
-    if before is None or before==self.settings: return
-    pairs = zip(before[0], self.settings[0])
-    changed = {f'`{k}`':0 for old,new in pairs for k in new if new[k]!=old.get(k)}
-    what = ' and '.join(changed) or 'which parameters are trained (`requires_grad`)'
-    heard = [type(cb) for cb in learn.cbs if hears(cb, _micro_batch_events)]
-    users = [o for o in heard if not o.__module__.startswith(('fastai.','fastaccum.'))]
-    names = ' or '.join(o.__name__ for o in users)
-    self.warn_once('changes-within-a-step', callbacks=names or 'something', what=what)
+    "Warn if the optimizer's settings, counters or weights differ between two micro-batches of a step"
+    loop,before = self.loop,self.settings
+    if before is None and loop.is_last_micro_batch: return
+    self.settings = _settings(loop.learn)
+    if before is None: return
+    if loop.mean.n_micro_batches==1: self.n_compared += 1
+    def changed(i, differs): return [k for k,o in self.settings[i].items() if differs(before[i].get(k, o), o)]
+    hypers,weights = changed(0, ne),changed(2, ne)
+    counters = changed(1, lambda old, new: new-old==1)
+    heard = _are_users(cb for cb in loop.learn.cbs if hears(cb, *_micro_batch_events))
+    names = ' or '.join(type(o).__name__ for o in heard)
+    if hypers: self.warn_once('changes-within-a-step', callbacks=names or 'something', what=' and '.join(hypers))
+    if counters: self.warn_once('changes-within-a-step/counter', counters=' and '.join(counters))
+    if weights: self.warn_once('changes-within-a-step/weights', weights=', '.join(weights[:3]))
 
 # %% ../../nbs/tell/03_differences.ipynb #loader
 @patch

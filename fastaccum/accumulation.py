@@ -23,7 +23,8 @@ from .base.arguments import check_bool, check_count, check_function, suggest_arg
 from .base.messages import refuse
 from .restore.state import QuietCallback, keep_in_memory
 from .step.loader import OneBatchLoader, Step, drops_last, sizes_of
-from .step.loop import CurrentStep, StepLoop
+from .step.log import CurrentStep
+from .step.loop import StepLoop
 from .step.plan import LoaderSizes, Plan, Position
 from .step.processes import Processes, gather
 from .step.split import read_micro_batch_size

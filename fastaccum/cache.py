@@ -20,8 +20,8 @@ from .step.batch import n_samples, split
 from .step.loader import size_of
 from .step.processes import Processes, check_not_sharded, world_size
 from .step.split import MicroBatchLimit, read_micro_batch_size
-from .tell.differences import warn_chunks
-from .tell.before_fit import batchnorms, check_learner, check_single, check_wrapped, warn_comm_hooks
+from .tell.before_fit import (batchnorms, check_learner, check_single, check_wrapped,
+    warn_chunks, warn_comm_hooks)
 from .whole.replay import ReplayedForward
 
 # %% ../nbs/03_cache.ipynb #cb

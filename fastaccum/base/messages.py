@@ -248,7 +248,9 @@ add_messages("""
     cannot be changed to {bs}: leave `bs` out
 [fewer-batches] UserWarning: the training loader had {n} samples in an epoch, but {n_steps} steps were
     planned from its `__len__` and `bs`, so a learning rate schedule stops before its end. Let `__len__`
-    return the number of batches, and set the loader's attribute `n` to the number of samples
+    return the number of batches, and set the loader's attribute `n` to the number of samples. If samples
+    are left out while batches are made, create batches of a whole step, and split them with
+    `micro_batch_size=`
 [more-batches] UserWarning: the training loader yields more batches than its `__len__` returns, so
     learning rates are planned for {n_steps} steps only, and the last step may have fewer samples. Let
     `__len__` return the number of batches in a loader, and the number of samples in an IterableDataset
@@ -348,7 +350,7 @@ add_messages("""
     use their number, `self.train_iter`
 [changes-within-a-step/weights] AccumulationWarning: {weights} changed between two micro-batches of a
     step, so this run differs from the full-batch run, which changes weights only between steps. A
-    callback can change them in `after_step`. If the model changes them itself, {use-checkpoint}
+    callback can change them in `after_step`. If the model changes them itself: {remedy}
 [gradients-changed] AccumulationWarning: between two micro-batches of a step, the gradients of
     {parameters} were changed or emptied, so this run may differ from the full-batch run. Delete a
     `zero_grad` at the start of a batch: fastai calls it after each step. Move code that clips gradients
@@ -361,7 +363,8 @@ add_messages("""
     this run differs from the full-batch run: clip or normalize in `before_step` of a callback instead
 [own-backward-pass] RuntimeError: a callback cancels the backward pass and runs its own, but not through
     `learn.loss_grad`, so its gradients would have the wrong weight in the step. In
-    `after_cancel_backward`, call `self.learn.loss_grad.backward()`
+    `after_cancel_backward`, call `self.learn.loss_grad.backward()`. If it needs the gradients of several
+    losses, {use-checkpoint}
 [second-optimizer] AccumulationWarning: {cb!t} has an optimizer of its own, and methods that are called
     for every micro-batch, so this optimizer may step too often. Call its `step` and `zero_grad` in
     `after_batch`, which comes once per step. Or create the DataLoaders with the batch size of a step,
@@ -624,9 +627,7 @@ add_messages("""
     the beginning of `forward`. Otherwise, use `fastaccum.ActivationCheckpoint()` instead of
     `micro_batch_size=`
 [changed-buffer] StateWarning: a forward pass changes `{names}` of the model, so micro-batches change it
-    more often than the steps of the full-batch run, and this run differs from that run. Create the
-    DataLoaders with `bs` set to the size of a step, and replace `GradientAccumulation` with
-    `fastaccum.ActivationCheckpoint()`
+    more often than the steps of the full-batch run, and this run differs from that run. {remedy}
 [keeps-its-state] Phrase: keeps its state from one micro-batch to the next, while the full-batch run
     keeps it from one step to the next, so this run differs from the full-batch run.
 [text-chunks] AccumulationWarning: fastai's SentenceEncoder leaves out the last chunk of a text if an

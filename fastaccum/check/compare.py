@@ -218,13 +218,17 @@ def _describe_failure(e, learn, on):
 # %% ../../nbs/check/00_compare.ipynb #both-runs
 @patch
 def _try_step(self:Compare, in_parts):
-    "Run `step`; if it fails, set `why` to a description of the error and return `None`"
+    "Run `step`; if it fails twice, set `why` to a description of the error and return `None`"
     try: return self.step(in_parts)
     except Exception as e:
         # If `e` is an error of fastaccum, raise it again, because its message names a remedy. For parts,
         # do not raise it, because `whole_and_parts` tries other sizes of parts, which may work.
         is_ours_for_whole = more_link('') in str(e) and not in_parts
         if is_out_of_memory(e) or is_ours_for_whole: raise
+        try: self.step(in_parts)
+        except Exception: pass
+        # the second try with the same sizes worked, so the sizes are not the cause: raise the first error
+        else: raise
         on = 'a part of the batch' if in_parts else 'the whole batch'
         self.why = self.why or _describe_failure(e, self.run.learn, on)
 

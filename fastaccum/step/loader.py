@@ -295,24 +295,24 @@ class StepLoader(OneBatchLoader):
         self.processes.pause_sync(True)
         batches = BatchStream(self.dl, self.sizes, self.count)
         are_several = self.processes.n>1
+        n_run = 0
         for planned in self.steps:
             # With several processes, each must yield all steps, even if it has run out of samples: at
             # the end of each step, the others wait for it to exchange gradients.
-            if are_several or batches.has_more(): yield Step(batches, planned, self.processes.rank)
+            if not (are_several or batches.has_more()): break
+            n_run += 1
+            yield Step(batches, planned, self.processes.rank)
         if self.drop_last: self._exhaust(batches)
         elif len(self.steps) and batches.has_more(): yield from self._unplanned(batches, are_several)
-        if not are_several: self._warn_fewer(batches.n_samples)
+        if not are_several: self._warn_fewer(batches.n_samples, n_run)
 
 # %% ../../nbs/step/02_loader.ipynb #warn-fewer
 @patch
-def _warn_fewer(self:StepLoader, n):
-    "Warn if the loader had only `n` samples, too few for all planned steps"
-    planned = [o.sizes[0] for o in self.steps]
-    # if the incomplete last step is kept, one sample is enough for it
-    if self.drop_last or not planned: needed = sum(planned)
-    else: needed = sum(planned[:-1])+1
-    if n>=needed: return
-    self.warn_once('fewer-batches', n, n_steps=len(planned))
+def _warn_fewer(self:StepLoader, n, n_run):
+    "Warn if the loader had only `n` samples, too few for all planned steps; `n_run` steps were run"
+    n_steps = len(self.steps)
+    is_last_incomplete = self.drop_last and n<sum(o.sizes[0] for o in self.steps)
+    if n_run<n_steps or is_last_incomplete: self.warn_once('fewer-batches', n, n_steps)
 
 @patch
 def _unplanned(self:StepLoader, batches, are_several):

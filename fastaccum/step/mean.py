@@ -409,6 +409,10 @@ class KeptLosses:
             setattr(self.loss_func, name, self.put[name])
 
     def put_back(self):
-        "Set the attributes to their values after the last micro-batch, unless callbacks have changed them"
+        """Set the attributes to their values after the last micro-batch
+
+        Attributes that callbacks have changed, or that a `LossMetric` will read again, are left as they are.
+        """
         for name,mean in self.put.items():
-            if getattr(self.loss_func, name, None) is mean: setattr(self.loss_func, name, self.last[name])
+            is_kept = name in self.read or getattr(self.loss_func, name, None) is not mean
+            if not is_kept: setattr(self.loss_func, name, self.last[name])

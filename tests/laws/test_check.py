@@ -409,6 +409,14 @@ def test_generator_and_critic_of_a_gan_are_checked():
     learn = make_application('wgan')
     assert check(learn).ok and 'callbacks' in failed_rows(check(learn, cbs=CallAt('after_loss', wrong)))
 
+def test_an_error_that_does_not_repeat_is_raised():
+    heard = []
+    def fail(learn):
+        heard.append(len(learn.y))
+        # the check runs the whole batch first, then parts
+        if len(heard)==3: raise ZeroDivisionError('planted')
+    with pytest.raises(ZeroDivisionError): check(toy(12, cbs=CallAt('before_batch', fail)))
+
 @pytest.mark.parametrize('layers', [[nn.Tanh],[lambda: nn.BatchNorm1d(6)]])
 def test_a_callback_that_makes_more_rows_than_samples_is_named(layers):
     "The check names the callback and a remedy, and also BatchNorm if the model has it"

@@ -135,8 +135,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     "Give the Learner a loader whose batches are the steps of `plan`"
     learn = self.learn
     self.processes = Processes(learn.model)   # find them again: a callback may have put the model in DDP
-    empty_grads(learn.opt)
-    self.has_emptied = True
+    if self.has_emptied: empty_grads(learn.opt)
     self.by_event = {}   # the classes of callbacks may have got other methods
     self.limit = self.acc.limit
     self.others = other_params(learn)

@@ -6,7 +6,7 @@ import pytest, torch
 from fastai.callback.core import CancelBackwardException, CancelBatchException, CancelStepException
 from fastai.callback.mixup import MixUp
 from fastai.optimizer import Adam
-from fastai.vision.all import Callback
+from fastai.vision.all import Callback, CrossEntropyLossFlat
 from torch import nn
 from torch.utils.data import TensorDataset
 from fastaccum import GradientAccumulation, GradientAccumulationScheduler, GradientCache
@@ -153,7 +153,7 @@ def mlp(dtype): return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)
 def in_dtype(dtype):
     "Return arguments of `toy` for a model and inputs of the data type"
     x,y = toy_data(64).tensors
-    return dict(model=lambda: mlp(dtype), splitter=lambda m: [list(m.parameters())], loss_func=nn.CrossEntropyLoss(),
+    return dict(model=lambda: mlp(dtype), splitter=lambda m: [list(m.parameters())], loss_func=CrossEntropyLossFlat(),
         data=TensorDataset(x.to(dtype), y))
 
 @pytest.mark.parametrize('make,entry,kwargs', [

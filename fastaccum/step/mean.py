@@ -385,16 +385,19 @@ class KeptLosses:
         self.loss_func = learn.loss_func
         self.read = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}
         self.means = defaultdict(Mean)   # name of an attribute -> mean of its values over samples
-        self.last = self._attrs()        # the attributes' values after the last micro-batch
+        self.last = dict(self._attrs())  # the attributes' values after the last micro-batch
         self.put = {}                    # the means, while the attributes have them
 
     def _attrs(self):
-        attrs = {name:getattr(self.loss_func, name, None) for name in self.read}
-        return attrs|getattr(self.loss_func, '__dict__', {})
+        attrs = getattr(self.loss_func, '__dict__', {})
+        return {**{name:getattr(self.loss_func, name, None) for name in self.read},**attrs} if self.read else attrs
 
     def note(self, n:int):
         "Add the values that were set for a micro-batch of `n` samples to the means"
-        before,self.last = self.last,self._attrs()
+        before,attrs = self.last,self._attrs()
+        is_unchanged = len(attrs)==len(before) and all(map(is_, attrs.values(), before.values()))
+        if is_unchanged: return
+        self.last = dict(attrs)
         for name,o in self.last.items():
             is_number = type(o) is float or isinstance(o, torch.Tensor) and not o.ndim
             is_read = name in self.read and isinstance(o, Real)

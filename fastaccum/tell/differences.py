@@ -35,7 +35,7 @@ class Warnings(Watch):
     steps_compared = 2     # number of steps of each epoch in which settings are compared
     # most trials of the loss in the first step of an epoch. One is enough, unless its micro-batch cannot show
     # whether the loss is right. Another trial follows if the settings of the loss change, and in the steps
-    # 8, 16, 32 …: a loss may be wrong only for rare labels, or only later
+    # 32, 64, 128 …: a loss may be wrong only for rare labels, or only later
     trials_per_epoch = 4
 
     def __init__(self, learn:Learner|None=None):
@@ -97,7 +97,7 @@ def begin_step(self:Warnings, i:int):
     self.grads = self.settings = None
     self.is_compared = self.n_compared<self.steps_compared
     is_power_of_two = not i&(i-1)
-    if i>=8 and is_power_of_two: self.n_left = max(self.n_left, 1)
+    if i>=32 and is_power_of_two: self.n_left = max(self.n_left, 1)
     self._begin_batch()
 
 # %% ../../nbs/tell/03_differences.ipynb #watch-micro-before-backward
@@ -401,7 +401,6 @@ def _watch_state(self:Warnings):
     # splitting gives each sample its own state in models such as fastai's AWD_LSTM: see `HiddenRows`
     keeps_rows = any(hasattr(m, '_change_hidden') for m in modules)
     instead = '`fastaccum.ActivationCheckpoint()` instead of `GradientAccumulation`'
-    if not has_segments(loop.learn.model): instead = 'no `GradientAccumulation`'
     if keeps_rows: instead = f'`micro_batch_size={loop.loader.sizes.micro_bs}`'
     n_here = loop.step.n_here
     def warn_of_state(m, *_):
@@ -449,13 +448,14 @@ def _are_users(objects):
     "Leave out objects whose classes are those of a library"
     return [o for o in objects if not type(o).__module__.startswith(('fastai.','fastaccum.','torch.'))]
 
-def _settings(learn):
+def _settings(learn, with_weights):
     "Collect what stays the same within a step of the full-batch run: three dicts from names to values"
     opt,model = learn.opt,learn.model
     hypers = {f'`{k}`':[o.get(k) for o in opt.hypers] for k in opt.hypers[0]}
     hypers['which parameters are trained (`requires_grad`)'] = [p.requires_grad for p in params_of(opt)]
-    cbs = _are_users(cb for cb in learn.cbs if hears(cb, 'before_batch'))
+    cbs = [cb for cb in _are_users(learn.cbs) if hears(cb, 'before_batch')]
     counters = {f'`{type(o).__name__}.{k}`':n for o in cbs for k,n in vars(o).items() if type(n) is int}
+    if not with_weights: return hypers,counters,{}
     # a change in place increases the version; an embedding with `max_norm` scales weights in each forward
     # pass, which changes nothing later
     weights = {f'`{name}.{k}`'.replace('`.', '`'):(p._version,p.data_ptr())
@@ -468,17 +468,19 @@ def _compare_settings(self:Warnings):
     "Warn if the optimizer's settings, counters or weights differ between two micro-batches of a step"
     loop,before = self.loop,self.settings
     if before is None and loop.is_last_micro_batch: return
-    self.settings = _settings(loop.learn)
+    self.settings = _settings(loop.learn, with_weights=loop.mean.n_micro_batches<2)
     if before is None: return
     if loop.mean.n_micro_batches==1: self.n_compared += 1
     def changed(i, differs): return [k for k,o in self.settings[i].items() if differs(before[i].get(k, o), o)]
     hypers,weights = changed(0, ne),changed(2, ne)
     self.counters = self.counters or changed(1, lambda old, new: new-old==1)
-    heard = _are_users(cb for cb in loop.learn.cbs if hears(cb, *micro_batch_events))
-    names = ' or '.join(type(o).__name__ for o in heard)
-    if hypers: self.warn_once('changes-within-a-step', callbacks=names or 'something', what=' and '.join(hypers))
-    remedy = _whole_batch_text(loop.learn.model)
-    if weights: self.warn_once('changes-within-a-step/weights', weights=', '.join(weights[:3]), remedy=remedy)
+    if hypers:
+        heard = [cb for cb in _are_users(loop.learn.cbs) if hears(cb, *micro_batch_events)]
+        callbacks = ' or '.join(type(o).__name__ for o in heard) or 'something'
+        self.warn_once('changes-within-a-step', callbacks, what=' and '.join(hypers))
+    if weights:
+        remedy,weights = _whole_batch_text(loop.learn.model),', '.join(weights[:3])
+        self.warn_once('changes-within-a-step/weights', weights, remedy=remedy)
 
 # %% ../../nbs/tell/03_differences.ipynb #loader
 @patch

@@ -24,9 +24,9 @@ from .base.messages import refuse, text_of
 from .check.causes import (Probe, Row, callbacks_to_try, describe_modules,
     find_differing_callbacks, probe_batch)
 from .check.compare import Compare, grad_differences, largest, relative_diff
-from .restore.dry_run import DryRun
+from .restore.dry_run import DryRun, resizable
 from .step.batch import n_samples, split
-from .step.loader import n_of, resizable, size_of
+from .step.loader import n_of, size_of
 from .step.split import free_memory, is_out_of_memory
 from .tell.differences import remedy_of
 from .tell.trial import Verdict

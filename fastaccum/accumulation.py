@@ -340,6 +340,7 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     change_words = self._change_words(n_finds or n_epoch) if n_epoch else ''
     return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None, split_words, change_words)
 
+# %% ../nbs/00_accumulation.ipynb #plan-fit
 @patch
 def _plan_fit(self:GradientAccumulation, dl):
     "Return the plan of the fit; if nothing has changed, reuse the last plan and its cached epochs"

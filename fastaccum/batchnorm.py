@@ -20,10 +20,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from .base.arguments import check_count, check_function, our_callback
 from .base.messages import refuse, text_of, warn
-from .restore.dry_run import Snapshot, loader_state
+from .restore.dry_run import Snapshot, loader_state, resizable, with_size
 from .restore.state import PatchingCallback, QuietCallback, devices_of, uninterrupted
 from .step.batch import n_samples
-from .step.loader import n_of, resizable, size_of, with_size
+from .step.loader import n_of, size_of
 from .step.split import is_out_of_memory
 from .step.processes import check_not_sharded, world_size
 

@@ -19,8 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from .base.arguments import check_bool, check_count, check_name
 from .base.messages import refuse
-from .restore.dry_run import Batches, CountSteps, DryRun, training_device
-from .step.loader import batches_of, n_of, resizable, size_of, with_size
+from .restore.dry_run import (Batches, CountSteps, DryRun, batches_of, resizable,
+    training_device, with_size)
+from .step.loader import n_of, samples_of, size_of
 from .step.split import free_memory, is_out_of_memory, watch_peak
 from .step.processes import check_not_sharded, check_same, gather, world_size
 
@@ -125,7 +126,8 @@ class _TrialSteps(CountSteps):
 # %% ../nbs/06_bs_find.ipynb #train
 def _train(run, size, n):
     "Train for `n` steps on batches of `size` samples, and return the samples per second"
-    batches,n_samples = batches_of(run.learn, size)
+    batches = batches_of(run.learn, size)
+    n_samples = samples_of(run.learn, batches[0], size)
     if n_samples<size: raise MemoryError(f'there are only {n_samples} samples')
     steps = _TrialSteps(n, run.device)
     # 20 spare batches, because a GradScaler skips the first steps, whose gradients overflow

@@ -211,6 +211,7 @@ def after_backward(self:NoiseScale):
     self.micro_batches = [*self.micro_batches,totals]
     self.norms = None
 
+# %% ../nbs/07_noise_scale.ipynb #hear-end-hooks
 @patch
 def _remove_hooks(self:NoiseScale):
     "Remove the hooks from the parameters"

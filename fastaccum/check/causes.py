@@ -102,6 +102,7 @@ class Differing(NamedTuple):
     agree:bool # Whether the predictions agree with the modules frozen
     modules:list # Modules that differ by themselves
 
+# %% ../../nbs/check/01_causes.ipynb #modules-find-all
 def find_differing_modules(model:nn.Module, tol:float, trace_a:Callable, trace_b:Callable,
     frozen:tuple|list=())->Differing:
     """Find modules that return different outputs for the same inputs, until the predictions agree

@@ -17,11 +17,11 @@ from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 from torch import nn
 from ..base.messages import more_link, refuse
-from ..restore.dry_run import Batches, CountSteps, DryRun, eager_and_exact
+from ..restore.dry_run import Batches, CountSteps, DryRun, batches_of, eager_and_exact
 from ..restore.state import ChangedAttrs, QuietCallback
 from ..step.batch import bounds, even_sizes, n_samples
 from ..step.gradients import params_of
-from ..step.loader import batches_of, size_of
+from ..step.loader import samples_of, size_of
 from ..step.split import is_out_of_memory
 
 # %% ../../nbs/check/00_compare.ipynb #sizes
@@ -139,8 +139,9 @@ class Compare:
     ):
         self.run,self.setup = run,setup
         # `self.n`: samples in the whole batch
-        try: batches,self.n = batches_of(run.learn, bs, n_batches)
+        try: batches = batches_of(run.learn, bs, n_batches)
         finally: run.snap.put_back()
+        self.n = samples_of(run.learn, batches[0], bs or size_of(run.dl))
         # whole batches, without the incomplete last batch of an epoch
         self.wholes = [b for b in batches if n_samples(b, self.n)==self.n]
         self.most = micro or min(size_of(run.dl) or self.n, self.n)   # the most samples in a part

@@ -23,7 +23,7 @@ def params_of(opt:Optimizer|OptimWrapper)->list:
 
 def optimizers_of(cb:Callback)->list:
     "List the optimizers in the attributes of a callback, also those in lists and dicts"
-    return [o for o in tree_leaves(list(vars(cb).values()))
+    return [o for o in tree_leaves(vars(cb))
         if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
 
 def other_params(learn:Learner)->list:

@@ -59,13 +59,11 @@ class StepLoop:
         # state of the step, set by `run_step`
         self.step = None                         # the `Step` that runs
         self.mean = None                         # a `StepMean`: the mean loss of `step` so far
-        self.kept_losses = None                  # a `KeptLosses`: the step's means of parts of the loss
         self.n_read = 0                          # samples of `step` in batches that have ended
         self.n_left_out = 0                      # micro-batches of `step` that callbacks cancelled
-        self.n_without_backward = 0              # those of them of which only the backward pass was cancelled
+        self.n_without_backward = 0              # backward passes of `step` that callbacks cancelled
         self.n_cancelled_late = 0                # micro-batches that were cancelled after the backward pass
-        # whether fastai would have emptied the gradients before the step: it keeps those of a cancelled batch
-        self.has_emptied = True
+        self.has_emptied = True                  # `False` after a cancelled batch, which keeps its gradients
         self.older_grads = {}                    # parameter -> its gradient before the step, if it was kept
         self.micro = None                        # the `MicroBatch` that runs, or else the last one
         self.began = 0.                          # when the step began, in seconds of `time.perf_counter`
@@ -163,8 +161,8 @@ def _begin_step(self:StepLoop, i, step):
     self.has_emptied = True
     self._find_changed_callbacks()
     self.began = time.perf_counter()
-    self.mean = StepMean(step.n_here, step.n_all, self.counter, self.processes, self.last_loss)
-    self.kept_losses = KeptLosses(self.learn)
+    self.mean = StepMean(step.n_here, step.n_all, self.counter, self.processes, self.last_loss,
+        KeptLosses(self.learn))
     self.watch.begin_step(i)
 
 # %% ../../nbs/step/08_loop.ipynb #step
@@ -258,7 +256,7 @@ def run_micro_batch(self:StepLoop):
     try: self.forward_backward()
     except CancelBatchException: self._leave_out()
     if not self.micro.has_run: return
-    self.watch.end_micro_batch()
+    if self.mean.n_micro_batches==1: self.watch.first_gradients()
     if self.grad_sums is not None: self.grad_sums.add(1. if self.mean.is_sum else self.micro.share)
     if self.train_metrics:
         for metric in self.learn.metrics: metric.accumulate(self.learn)
@@ -362,7 +360,6 @@ def count_micro_batch(self:StepLoop):
     mean,micro = self.mean,self.micro
     micro.pred = None   # free the model's output
     mean.add(self.learn)
-    self.kept_losses.note(micro.n)
     self.watch.after_backward()
 
 # %% ../../nbs/step/08_loop.ipynb #cancel
@@ -382,10 +379,7 @@ def _cancelled_backward(self:StepLoop):
     "After `CancelBackwardException`: count the micro-batch if a callback runs its own backward pass"
     learn,event = self.learn,'after_cancel_backward'
     if not self.listeners(event):
-        # a callback may have set the gradients itself, as for several tasks, before it cancelled the pass
-        is_first = not (self.mean.n_micro_batches or self.n_left_out)
-        grads = [p.grad for p in params_of(learn.opt) if p.grad is not None] if is_first else []
-        self.watch.own_backward(False, any(g.any() for g in grads))
+        self.watch.cancelled_backward()
         return self._leave_out(is_backward=True)
     if self.micro.share is None: self.acc.before_backward()
     passes = []   # gets an entry when a backward pass goes through `learn.loss_grad`
@@ -424,17 +418,16 @@ def _take_step(self:StepLoop):
     "Run the optimizer's step with its events, and set `learn.loss` to the mean loss of the step"
     learn = self.learn
     micro_loss = learn.loss
-    if self.mean.samples: self.last_loss = self.mean.loss
-    else: self.last_loss = self.mean.left_out_loss(micro_loss)
-    learn.loss = self.last_loss
-    self.kept_losses.put_means()
+    mean,kept = self.mean,self.mean.kept
+    learn.loss = self.last_loss = mean.loss if mean.samples else mean.left_out_loss(micro_loss)
+    if kept.means: kept.put_means()
     self.watch.take_step()
     # a process without samples in this step must still set the same learning rate as the other processes
     if self.micro is None:
         for cb in self.listeners('before_batch'):
             if isinstance(cb, ParamScheduler): cb('before_batch')
     try:
-        if 0<self.n_cancelled_late==self.mean.n_micro_batches: raise CancelBatchException
+        if 0<self.n_cancelled_late==mean.n_micro_batches: raise CancelBatchException
         try:
             self.unsplit_part = "a callback's `before_step`"
             self.send('before_step')
@@ -448,8 +441,9 @@ def _take_step(self:StepLoop):
         self.has_emptied = False
         self.send('after_cancel_batch')
     self._end_step(micro_loss)
-    self.kept_losses.put_back()
+    if kept.means: kept.put_back()
 
+# %% ../../nbs/step/08_loop.ipynb #take-cancel-step
 @patch
 def _cancel_step(self:StepLoop):
     "End a step whose micro-batches were all cancelled, or have no targets, as fastai ends such a batch"

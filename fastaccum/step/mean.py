@@ -233,13 +233,14 @@ class StepMean:
     of the step. Then `loss` is the loss of the step, and `correction` is a factor for its gradients.
     """
     def __init__(self, n_here:int, n_all:int, counter:ItemCounter, processes:Processes|None=None,
-        last_loss:float|torch.Tensor=0.):
+        last_loss:float|torch.Tensor=0., kept:object|None=None):
         self.n_here = n_here        # samples of this process in the planned step
         self.n_all = n_all          # samples of all processes in the planned step
         self.counter = counter      # counts the items of which the loss is a mean
         self.processes = processes  # the processes that train together; `None`: a single process
         # loss of the previous step: recorded instead of NaN if all targets of this step are ignored
         self.last_loss = last_loss
+        self.kept = kept            # a `KeptLosses`: means of numbers that the loss function keeps
         # the next four attributes describe the micro-batches so far; `add` updates them
         self.n_micro_batches = 0
         self.samples = 0
@@ -290,6 +291,7 @@ def add(self:StepMean, learn:Learner):
     n,items,loss = self.current
     self.n_micro_batches += 1
     self.samples += n
+    if self.kept is not None: self.kept.note(n)
     self.needs_grad |= learn.loss_grad.requires_grad
     self.losses.add(loss, 1 if self.is_sum else items)
 
@@ -400,8 +402,7 @@ class KeptLosses:
         self.last = dict(attrs)
         for name,o in self.last.items():
             is_number = type(o) is float or isinstance(o, torch.Tensor) and not o.ndim
-            is_read = name in self.read and isinstance(o, Real)
-            if (is_number or is_read) and o is not before.get(name):
+            if is_number and o is not before.get(name):
                 self.means[name].add(torch.as_tensor(o).detach(), n)
 
     def put_means(self):

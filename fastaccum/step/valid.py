@@ -51,6 +51,7 @@ def run_valid_batch(loop:object, i:int, b:object):
     except CancelBatchException: loop.send('after_cancel_batch')
     loop.send('after_batch')
 
+# %% ../../nbs/step/09_valid.ipynb #valid-run-in-parts
 def _run_in_parts(loop, changed):
     "Run the Learner's batch in micro-batches, and join their predictions and losses"
     learn = loop.learn

@@ -7,10 +7,11 @@ Docs: https://fastaccum.github.io/fastaccum/tell/before_fit.html.md"""
 # %% auto #0
 __all__ = ['micro_batch_events', 'module_attrs', 'count_of', 'by_batch_size', 'check_half_gradients', 'RefuseHalfGradients',
            'check_learner', 'hooked_params', 'batchnorms', 'has_body_with', 'warn_chunks', 'check_single',
-           'warn_second_optimizer', 'holds_state', 'per_micro_batch_comms', 'check_loaders', 'check_wrapped',
-           'warn_comm_hooks', 'check_processes', 'check_left_out', 'check_search']
+           'warn_second_optimizer', 'holds_state', 'users_of', 'settings_of', 'per_micro_batch_comms', 'check_loaders',
+           'check_wrapped', 'warn_comm_hooks', 'check_processes', 'check_left_out', 'check_search']
 
 # %% ../../nbs/tell/00_before_fit.ipynb #imports
+from collections.abc import Iterable
 from itertools import groupby
 from math import ceil
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from fastai.optimizer import OptimWrapper, Optimizer
 from fastcore.basics import patch
 from ..base.arguments import class_names, our_callbacks
 from ..base.messages import WarnOnce, refuse, warn
-from ..step.gradients import optimizers_of
+from ..step.gradients import optimizers_of, params_of
 from ..step.log import hears
 from ..step.plan import Plan
 from ..step.processes import Processes, world_size
@@ -360,6 +361,26 @@ def holds_state(o:object)->bool:
     if isinstance(o, nn.Parameter): return False
     if isinstance(o, Tensor): return bool(o.detach().any())
     return isinstance(o, (tuple,list)) and any(map(holds_state, o))
+
+# %% ../../nbs/tell/00_before_fit.ipynb #settings-of
+def users_of(objects:Iterable)->list:
+    "Leave out objects whose classes are those of a library"
+    return [o for o in objects if not type(o).__module__.startswith(('fastai.','fastaccum.','torch.'))]
+
+def settings_of(learn:Learner, with_weights:bool)->tuple:
+    "Collect what stays the same within a step of the full-batch run: three dicts from names to values"
+    opt,model = learn.opt,learn.model
+    hypers = {f'`{k}`':[o.get(k) for o in opt.hypers] for k in opt.hypers[0]}
+    hypers['which parameters are trained (`requires_grad`)'] = [p.requires_grad for p in params_of(opt)]
+    cbs = [cb for cb in users_of(learn.cbs) if hears(cb, 'before_batch')]
+    counters = {f'`{type(o).__name__}.{k}`':n for o in cbs for k,n in vars(o).items() if type(n) is int}
+    if not with_weights: return hypers,counters,{}
+    # a change in place increases the version; an embedding with `max_norm` scales weights in each forward
+    # pass, which changes nothing later
+    weights = {f'`{name}.{k}`'.replace('`.', '`'):(p._version,p.data_ptr())
+        for name,m in model.named_modules() if not getattr(m, 'max_norm', None)
+        for k,p in m._parameters.items() if p is not None}
+    return hypers,counters,weights
 
 # %% ../../nbs/tell/00_before_fit.ipynb #checks
 def per_micro_batch_comms(model:nn.Module, log_steps:bool, train_metrics:bool)->list:

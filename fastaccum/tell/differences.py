@@ -22,9 +22,9 @@ from ..step.log import Watch, hears
 from ..step.loop import StepLoop
 from ..step.mean import TargetCounter
 from ..step.split import BatchParts, is_out_of_memory
-from fastaccum.tell.before_fit import (batchnorms, by_batch_size, check_left_out, count_of, has_body_with,
-    holds_state, hooked_params, micro_batch_events, module_attrs, per_micro_batch_comms, warn_chunks,
-    warn_second_optimizer)
+from .before_fit import (batchnorms, by_batch_size, check_left_out, count_of, has_body_with,
+    holds_state, hooked_params, micro_batch_events, module_attrs, per_micro_batch_comms, settings_of,
+    users_of, warn_chunks, warn_second_optimizer)
 from .samples import SingleSample
 from ..whole.segments import has_segments
 from .trial import LossTrial, Verdict
@@ -132,7 +132,7 @@ def after_backward(self:Warnings):
     if params: self.grads = GradVersions(params)
 
 @patch
-def end_micro_batch(self:Warnings):
+def first_gradients(self:Warnings):
     "Check whether callbacks have changed the gradients in `after_backward`"
     # the loop moves gradients that it sums elsewhere, so these cannot be compared again
     if self.grads is not None: self._compare_grads(is_final=self.loop.grad_sums is not None)
@@ -143,6 +143,14 @@ def left_out(self:Warnings):
     "Raise an error if other processes wait for this micro-batch"
     self._unhook()
     check_left_out(self.loop.processes, self.comms, True)
+
+@patch
+def cancelled_backward(self:Warnings):
+    "Refuse gradients that a callback has set itself, as for several tasks, before it cancelled the backward pass"
+    loop = self.loop
+    if loop.mean.n_micro_batches or loop.n_left_out: return
+    grads = [p.grad for p in params_of(loop.learn.opt) if p.grad is not None]
+    self.own_backward(False, any(g.any() for g in grads))
 
 @patch
 def own_backward(self:Warnings, counts:bool, changed:bool):
@@ -157,6 +165,7 @@ def own_backward(self:Warnings, counts:bool, changed:bool):
     is_whole_step = loop.is_last_micro_batch and not (loop.mean.n_micro_batches or loop.n_left_out)
     if changed and not (counts or is_whole_step): raise refuse('own-backward-pass')
 
+# %% ../../nbs/tell/03_differences.ipynb #watch-ends-step
 @patch
 def take_step(self:Warnings):
     "Warn if callbacks cancelled some of the step's micro-batches, or run the model again in `before_step`"
@@ -286,6 +295,7 @@ def _report(self:Warnings, verdict:Verdict):
     key = 'changed-loss' if verdict.names else 'loss-not-a-mean'
     self.warn_once(key, kind=kind, items=items, off=off, remedy=remedy, names=verdict.names)
 
+# %% ../../nbs/tell/03_differences.ipynb #report-remedy
 def _as_sentence(text): return text[0].upper()+text[1:]
 
 def _whole_batch_text(model):
@@ -444,43 +454,24 @@ def _compare_grads(self:Warnings, is_final:bool):
     self.done.add('gradients')
 
 # %% ../../nbs/tell/03_differences.ipynb #settings
-def _are_users(objects):
-    "Leave out objects whose classes are those of a library"
-    return [o for o in objects if not type(o).__module__.startswith(('fastai.','fastaccum.','torch.'))]
-
-def _settings(learn, with_weights):
-    "Collect what stays the same within a step of the full-batch run: three dicts from names to values"
-    opt,model = learn.opt,learn.model
-    hypers = {f'`{k}`':[o.get(k) for o in opt.hypers] for k in opt.hypers[0]}
-    hypers['which parameters are trained (`requires_grad`)'] = [p.requires_grad for p in params_of(opt)]
-    cbs = [cb for cb in _are_users(learn.cbs) if hears(cb, 'before_batch')]
-    counters = {f'`{type(o).__name__}.{k}`':n for o in cbs for k,n in vars(o).items() if type(n) is int}
-    if not with_weights: return hypers,counters,{}
-    # a change in place increases the version; an embedding with `max_norm` scales weights in each forward
-    # pass, which changes nothing later
-    weights = {f'`{name}.{k}`'.replace('`.', '`'):(p._version,p.data_ptr())
-        for name,m in model.named_modules() if not getattr(m, 'max_norm', None)
-        for k,p in m._parameters.items() if p is not None}
-    return hypers,counters,weights
-
 @patch
 def _compare_settings(self:Warnings):
     "Warn if the optimizer's settings, counters or weights differ between two micro-batches of a step"
     loop,before = self.loop,self.settings
     if before is None and loop.is_last_micro_batch: return
-    self.settings = _settings(loop.learn, with_weights=loop.mean.n_micro_batches<2)
+    self.settings = settings_of(loop.learn, with_weights=loop.mean.n_micro_batches<2)
     if before is None: return
     if loop.mean.n_micro_batches==1: self.n_compared += 1
     def changed(i, differs): return [k for k,o in self.settings[i].items() if differs(before[i].get(k, o), o)]
-    hypers,weights = changed(0, ne),changed(2, ne)
+    hypers = changed(0, ne)
+    weights = ', '.join(changed(2, ne)[:3])
     self.counters = self.counters or changed(1, lambda old, new: new-old==1)
     if hypers:
-        heard = [cb for cb in _are_users(loop.learn.cbs) if hears(cb, *micro_batch_events)]
+        heard = [cb for cb in users_of(loop.learn.cbs) if hears(cb, *micro_batch_events)]
         callbacks = ' or '.join(type(o).__name__ for o in heard) or 'something'
         self.warn_once('changes-within-a-step', callbacks, what=' and '.join(hypers))
-    if weights:
-        remedy,weights = _whole_batch_text(loop.learn.model),', '.join(weights[:3])
-        self.warn_once('changes-within-a-step/weights', weights, remedy=remedy)
+    remedy = _whole_batch_text(loop.learn.model) if weights else ''
+    if weights: self.warn_once('changes-within-a-step/weights', weights, remedy)
 
 # %% ../../nbs/tell/03_differences.ipynb #loader
 @patch

@@ -387,28 +387,29 @@ class KeptLosses:
         self.loss_func = learn.loss_func
         self.read = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}
         self.means = defaultdict(Mean)   # name of an attribute -> mean of its values over samples
-        self.last = dict(self._attrs())  # the attributes' values after the last micro-batch
+        self.last = self._numbers()      # the attributes' values after the last micro-batch
         self.put = {}                    # the means, while the attributes have them
 
-    def _attrs(self):
-        attrs = getattr(self.loss_func, '__dict__', {})
-        return {**{name:getattr(self.loss_func, name, None) for name in self.read},**attrs} if self.read else attrs
+    def _numbers(self):
+        "Collect the attributes that are numbers: floats, and 0-dim tensors"
+        of_metrics = {name:getattr(self.loss_func, name, None) for name in self.read}
+        attrs = of_metrics|getattr(self.loss_func, '__dict__', {})
+        return {name:o for name,o in attrs.items()
+            if type(o) is float or isinstance(o, torch.Tensor) and not o.ndim and o.is_floating_point()}
 
     def note(self, n:int):
         "Add the values that were set for a micro-batch of `n` samples to the means"
-        before,attrs = self.last,self._attrs()
-        is_unchanged = len(attrs)==len(before) and all(map(is_, attrs.values(), before.values()))
-        if is_unchanged: return
-        self.last = dict(attrs)
+        before,self.last = self.last,self._numbers()
         for name,o in self.last.items():
-            is_number = type(o) is float or isinstance(o, torch.Tensor) and not o.ndim
-            if is_number and o is not before.get(name):
-                self.means[name].add(torch.as_tensor(o).detach(), n)
+            if o is before.get(name): continue
+            o = torch.as_tensor(o).detach()
+            # half precision is too coarse to add up numbers
+            self.means[name].add(o.float() if o.element_size()<4 else o, n)
 
     def put_means(self):
         "Set the attributes of the loss function to their means over the step"
-        for name,values in self.means.items():
-            mean = values.value()
+        for name in self.means.keys() & self.last.keys():
+            mean = self.means[name].value()
             self.put[name] = mean.item() if type(self.last[name]) is float else mean
             setattr(self.loss_func, name, self.put[name])
 
@@ -418,5 +419,5 @@ class KeptLosses:
         Attributes that callbacks have changed, or that a `LossMetric` will read again, are left as they are.
         """
         for name,mean in self.put.items():
-            is_kept = name in self.read or getattr(self.loss_func, name, None) is not mean
-            if not is_kept: setattr(self.loss_func, name, self.last[name])
+            if name in self.read or getattr(self.loss_func, name, None) is not mean: continue
+            setattr(self.loss_func, name, self.last[name])

@@ -11,7 +11,6 @@ __all__ = ['params_of', 'optimizers_of', 'other_params', 'trained_params', 'empt
 # %% ../../nbs/step/04_gradients.ipynb #imports
 import torch
 from torch import nn, optim
-from torch.utils._pytree import tree_leaves
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastai.optimizer import Optimizer, OptimWrapper
@@ -22,9 +21,11 @@ def params_of(opt:Optimizer|OptimWrapper)->list:
     return list({id(p):p for ps in opt.param_lists for p in ps}.values())
 
 def optimizers_of(cb:Callback)->list:
-    "List the optimizers in the attributes of a callback, also those in lists and dicts"
-    return [o for o in tree_leaves(vars(cb))
-        if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
+    "List the optimizers in the attributes of a callback, also those in short lists and dicts"
+    attrs = vars(cb).values()
+    lists = [[*o.values()] if isinstance(o, dict) else o for o in attrs if isinstance(o, (dict,list,tuple))]
+    found = [*attrs,*(x for o in lists if len(o)<100 for x in o)]
+    return [o for o in found if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
 
 def other_params(learn:Learner)->list:
     """List the trained parameters that `learn.opt` does not step

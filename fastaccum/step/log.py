@@ -149,7 +149,7 @@ class Watch:
     def after_backward(self): "The gradients of the micro-batch were added; callbacks have not seen them"
     def first_gradients(self): "Callbacks have seen the gradients of the step's first micro-batch"
     def left_out(self): "A callback has cancelled the micro-batch"
-    def cancelled_backward(self): "A callback has cancelled the backward pass, and no callback runs another one"
+    def cancelled_backward(self): "A callback has cancelled the backward pass; perhaps another one follows"
     def own_backward(self, counts:bool, changed:bool): "A callback has run its own backward pass"
     def take_step(self): "The gradients of the step are complete"
     def cancel_step(self): "The step makes no update: its micro-batches were cancelled, or have no targets"

@@ -158,7 +158,6 @@ def _begin_step(self:StepLoop, i, step):
     self.unsplit_part = None
     kept = self.others if self.has_emptied else [*params_of(self.learn.opt),*self.others]
     self.older_grads = set_aside(kept)
-    self.has_emptied = True
     self._find_changed_callbacks()
     self.began = time.perf_counter()
     self.mean = StepMean(step.n_here, step.n_all, self.counter, self.processes, self.last_loss,
@@ -214,7 +213,9 @@ def _finish_step(self:StepLoop):
         if not is_step: return self._cancel_step()
     for p,g in self.older_grads.items(): p.grad = g if p.grad is None else g+p.grad
     self.acc.record_step(self.step)
-    self._take_step()
+    try: self._take_step()
+    finally:
+        if self.mean.kept.put: self.mean.kept.put_back()
 
 @patch
 def _empty_grads(self:StepLoop):
@@ -378,9 +379,8 @@ def _leave_out(self:StepLoop, is_backward:bool=False):
 def _cancelled_backward(self:StepLoop):
     "After `CancelBackwardException`: count the micro-batch if a callback runs its own backward pass"
     learn,event = self.learn,'after_cancel_backward'
-    if not self.listeners(event):
-        self.watch.cancelled_backward()
-        return self._leave_out(is_backward=True)
+    self.watch.cancelled_backward()
+    if not self.listeners(event): return self._leave_out(is_backward=True)
     if self.micro.share is None: self.acc.before_backward()
     passes = []   # gets an entry when a backward pass goes through `learn.loss_grad`
     if learn.loss_grad.requires_grad:
@@ -420,7 +420,7 @@ def _take_step(self:StepLoop):
     micro_loss = learn.loss
     mean,kept = self.mean,self.mean.kept
     learn.loss = self.last_loss = mean.loss if mean.samples else mean.left_out_loss(micro_loss)
-    if kept.means: kept.put_means()
+    if kept.changed: kept.put_means()
     self.watch.take_step()
     # a process without samples in this step must still set the same learning rate as the other processes
     if self.micro is None:
@@ -437,11 +437,11 @@ def _take_step(self:StepLoop):
         self.unsplit_part = None
         self.send('after_step')
         learn.opt.zero_grad()
+        self.has_emptied = True
     except CancelBatchException:
         self.has_emptied = False
         self.send('after_cancel_batch')
     self._end_step(micro_loss)
-    if kept.means: kept.put_back()
 
 # %% ../../nbs/step/08_loop.ipynb #take-cancel-step
 @patch

@@ -384,33 +384,40 @@ def correction(self:StepMean)->float|torch.Tensor:
 class KeptLosses:
     "Averages, over a step, numbers that the loss function sets in its attributes, such as the parts of a loss"
     def __init__(self, learn:Learner):
-        self.loss_func = learn.loss_func
+        # a bound method has the attributes of its function
+        self.loss_func = getattr(learn.loss_func, '__func__', learn.loss_func)
         self.read = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}
-        self.means = defaultdict(Mean)   # name of an attribute -> mean of its values over samples
-        self.last = self._numbers()      # the attributes' values after the last micro-batch
-        self.put = {}                    # the means, while the attributes have them
+        self.before = self._numbers()     # the attributes' values before the step
+        self.changed = set()              # names of the attributes that were set in the step
+        self.values = defaultdict(list)   # name -> (value, number of samples) after each micro-batch
+        self.put = {}                     # the means, while the attributes have them
 
     def _numbers(self):
-        "Collect the attributes that are numbers: floats, and 0-dim tensors"
-        of_metrics = {name:getattr(self.loss_func, name, None) for name in self.read}
-        attrs = of_metrics|getattr(self.loss_func, '__dict__', {})
-        return {name:o for name,o in attrs.items()
+        "Collect the attributes that are floats or 0-dim tensors, or numbers that a `LossMetric` reads"
+        res = {name:o for name,o in getattr(self.loss_func, '__dict__', {}).items()
             if type(o) is float or isinstance(o, torch.Tensor) and not o.ndim and o.is_floating_point()}
+        for name in self.read:
+            o = getattr(self.loss_func, name, None)
+            if isinstance(o, (torch.Tensor,Real)): res[name] = o
+        return res
 
     def note(self, n:int):
-        "Add the values that were set for a micro-batch of `n` samples to the means"
-        before,self.last = self.last,self._numbers()
-        for name,o in self.last.items():
-            if o is before.get(name): continue
-            o = torch.as_tensor(o).detach()
-            # half precision is too coarse to add up numbers
-            self.means[name].add(o.float() if o.element_size()<4 else o, n)
+        "Note the values after a micro-batch of `n` samples, without their graphs"
+        for name,o in self._numbers().items():
+            if o is not self.before.get(name): self.changed.add(name)
+            self.values[name].append((o.detach() if isinstance(o, torch.Tensor) else o,n))
 
-    def put_means(self):
-        "Set the attributes of the loss function to their means over the step"
-        for name in self.means.keys() & self.last.keys():
-            mean = self.means[name].value()
-            self.put[name] = mean.item() if type(self.last[name]) is float else mean
+    def put_means(self, for_all:bool=True):
+        "Set attributes that were set in the step to their means; not `for_all`: only those of metrics"
+        for name in self.changed if for_all else self.changed & self.read:
+            numbers = [o for o,_ in self.values[name]]
+            is_float = type(numbers[-1]) is float
+            if is_float and len({*numbers})==1: continue   # a mean would be rounded
+            mean = Mean()
+            for o,n in self.values[name]:
+                o = torch.as_tensor(o, dtype=torch.float64 if is_float else None)
+                mean.add(o.float() if o.element_size()<4 else o, n)   # half precision is too coarse
+            self.put[name] = mean.value().item() if is_float else mean.value()
             setattr(self.loss_func, name, self.put[name])
 
     def put_back(self):
@@ -420,4 +427,4 @@ class KeptLosses:
         """
         for name,mean in self.put.items():
             if name in self.read or getattr(self.loss_func, name, None) is not mean: continue
-            setattr(self.loss_func, name, self.last[name])
+            setattr(self.loss_func, name, self.values[name][-1][0])

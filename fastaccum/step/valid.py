@@ -75,7 +75,7 @@ def _run_in_parts(loop, changed):
     if len(outs)<2: return
     settings = loop.counter.settings
     join_outputs(learn, outs, settings is None or settings.reduction!='none')
-    kept.put_means()
+    kept.put_means(for_all=False)
 
 def run_whole_valid_batch(loop:object, i:int, b:object):
     "Run the `i`th validation batch `b` as fastai does; if memory runs out, the error says what helps"

@@ -7,8 +7,9 @@ Docs: https://fastaccum.github.io/fastaccum/tell/before_fit.html.md"""
 # %% auto #0
 __all__ = ['micro_batch_events', 'module_attrs', 'count_of', 'by_batch_size', 'check_half_gradients', 'RefuseHalfGradients',
            'check_learner', 'hooked_params', 'batchnorms', 'has_body_with', 'warn_chunks', 'check_single',
-           'warn_second_optimizer', 'holds_state', 'users_of', 'settings_of', 'per_micro_batch_comms', 'check_loaders',
-           'check_wrapped', 'warn_comm_hooks', 'check_processes', 'check_left_out', 'check_search']
+           'warn_second_optimizer', 'holds_state', 'users_of', 'settings_of', 'is_changed_weight',
+           'per_micro_batch_comms', 'check_loaders', 'check_wrapped', 'warn_comm_hooks', 'check_processes',
+           'check_left_out', 'check_search']
 
 # %% ../../nbs/tell/00_before_fit.ipynb #imports
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ from fastai.optimizer import OptimWrapper, Optimizer
 from fastcore.basics import patch
 from ..base.arguments import class_names, our_callbacks
 from ..base.messages import WarnOnce, refuse, warn
+from ..restore.state import is_close
 from ..step.gradients import optimizers_of, params_of
 from ..step.log import hears
 from ..step.plan import Plan
@@ -375,12 +377,18 @@ def settings_of(learn:Learner, with_weights:bool)->tuple:
     cbs = [cb for cb in users_of(learn.cbs) if hears(cb, 'before_batch')]
     counters = {f'`{type(o).__name__}.{k}`':n for o in cbs for k,n in vars(o).items() if type(n) is int}
     if not with_weights: return hypers,counters,{}
-    # a change in place increases the version; an embedding with `max_norm` scales weights in each forward
-    # pass, which changes nothing later
-    weights = {f'`{name}.{k}`'.replace('`.', '`'):(p._version,p.data_ptr())
-        for name,m in model.named_modules() if not getattr(m, 'max_norm', None)
-        for k,p in m._parameters.items() if p is not None}
+    # a change in place increases the version, and a new value of `data` has another address; parameters of
+    # other classes may have no address
+    weights = {f'`{name}`':((p._version,p.data_ptr()),p.detach().float().norm())
+        for name,p in model.named_parameters() if type(p) is nn.Parameter and p.dtype.is_floating_point}
     return hypers,counters,weights
+
+def is_changed_weight(old:tuple, new:tuple)->bool:
+    """Compare a weight in two results of `settings_of`; synchronizes the GPU if the weight was written
+
+    Code that limits the norm of a weight writes it in each forward pass, but changes it in the first only.
+    """
+    return old[0]!=new[0] and not is_close(old[1], new[1], 1e-6)
 
 # %% ../../nbs/tell/00_before_fit.ipynb #checks
 def per_micro_batch_comms(model:nn.Module, log_steps:bool, train_metrics:bool)->list:

@@ -23,7 +23,7 @@ from ..step.loop import StepLoop
 from ..step.mean import TargetCounter
 from ..step.split import BatchParts, is_out_of_memory
 from .before_fit import (batchnorms, by_batch_size, check_left_out, count_of, has_body_with,
-    holds_state, hooked_params, micro_batch_events, module_attrs, per_micro_batch_comms, settings_of,
+    holds_state, hooked_params, is_changed_weight, micro_batch_events, module_attrs, per_micro_batch_comms, settings_of,
     users_of, warn_chunks, warn_second_optimizer)
 from .samples import SingleSample
 from ..whole.segments import has_segments
@@ -48,7 +48,7 @@ class Warnings(Watch):
         self.grads = None
         self.n_compared = 0  # steps of the epoch in which settings were compared
         self.is_compared = False # whether settings are compared in this step
-        self.settings = None # the `_settings` in the previous micro-batch of the step
+        self.settings = None # the `settings_of` the Learner in the previous micro-batch of the step
         self.counters = []   # names of attributes that count micro-batches
         self.n_left = 0      # trials of the loss that are left in this epoch
         self.n_changed = 0   # how often the settings of the loss have changed in this epoch
@@ -464,7 +464,7 @@ def _compare_settings(self:Warnings):
     if loop.mean.n_micro_batches==1: self.n_compared += 1
     def changed(i, differs): return [k for k,o in self.settings[i].items() if differs(before[i].get(k, o), o)]
     hypers = changed(0, ne)
-    weights = ', '.join(changed(2, ne)[:3])
+    weights = ', '.join(changed(2, is_changed_weight)[:3])
     self.counters = self.counters or changed(1, lambda old, new: new-old==1)
     if hypers:
         heard = [cb for cb in users_of(loop.learn.cbs) if hears(cb, *micro_batch_events)]

@@ -3,7 +3,8 @@
 Each callback is written for plain fastai. Its run on micro-batches is the full-batch run, or a warning says why not.
 """
 import pytest, torch
-from fastai.callback.core import CancelBackwardException, CancelBatchException, CancelStepException
+from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelFitException,
+    CancelStepException)
 from fastai.callback.mixup import MixUp
 from fastai.optimizer import Adam
 from fastai.vision.all import Callback, CrossEntropyLossFlat
@@ -200,3 +201,58 @@ def test_samples_that_are_lost_while_batches_are_made_are_told():
     learn.dls.train.create_batch = drop_first
     with collect_warnings() as collected: learn.fit(1, cbs=GradientAccumulation(16))
     assert 'fewer-batches' in entries(collected)
+
+# State that stays, and what must not be told
+
+@pytest.mark.parametrize('kwargs', [{},dict(tokens=True)], ids=['sgd','tokens'])
+def test_gradients_stay_over_a_step_that_is_cancelled_before_its_backward_pass(kwargs):
+    "They are added to those of the next step that has any, also in the next epoch"
+    def cancels(event, steps):
+        def cancel(learn):
+            if learn.iter in steps: raise CancelBatchException
+        return CallAt(event, cancel)
+    def cbs(): return [cancels('after_backward', (1,3)),cancels('before_batch', (2,4))]
+    a,b = both_runs(n=70, cbs=cbs, fit=fit, **kwargs)
+    assert deviation(weights(a), weights(b))<1e-9
+
+def test_own_gradients_are_refused_also_if_another_callback_hears_everything():
+    class Hears(Callback):
+        def __call__(self, event): pass
+    def own_gradients(learn):
+        for p in learn.model.parameters(): p.grad = torch.ones_like(p)
+        raise CancelBackwardException
+    with pytest.raises(RuntimeError, match='ActivationCheckpoint'):
+        toy(4, n=64).fit(1, cbs=[Hears(),CallAt('before_backward', own_gradients),GradientAccumulation(16)])
+
+def test_a_constraint_that_changes_weights_only_once_is_not_told():
+    class Limits(Trains):
+        def before_batch(self):
+            with torch.no_grad(): self.model[0].weight.clamp_(-.1, .1)
+    class Rescales(Trains):
+        def before_batch(self): self.model[0].weight.data = nn.functional.normalize(self.model[0].weight.data)
+    for cb in (Limits,Rescales):
+        with collect_warnings() as collected: a,b = both_runs(n=64, cbs=lambda: [cb()], fit=fit)
+        assert not collected and assert_same_run(a, b)
+
+def test_plain_numbers_of_a_loss_are_averaged_over_all_micro_batches_and_put_back_if_a_fit_ends():
+    class Hits(CrossEntropy):
+        hit,beta = 0.,.7
+        def forward(self, pred, targ):
+            self.hit = 1. if 0 in targ[:1] else 0.
+            self.last = self.hit
+            return super().forward(pred, targ)
+    learn = toy(4, n=64, loss_func=Hits())
+    means,firsts = [],[float(y==0) for _,y in learn.dls.train_ds][::4]
+    def note(learn):
+        means.append(learn.loss_func.hit)
+        assert learn.loss_func.beta==.7
+        if learn.iter==2: raise CancelFitException
+    learn.fit(1, cbs=[CallAt('after_batch', note),GradientAccumulation(16)])
+    assert means==[sum(o)/4 for o in (firsts[:4],firsts[4:8],firsts[8:12])] and 0<sum(means)<3
+    assert learn.loss_func.hit==learn.loss_func.last==firsts[11]
+
+def test_attributes_that_refer_to_themselves_do_not_matter():
+    cb = Trains()
+    cb.own = {}
+    cb.own['self'] = cb.own
+    toy(4, n=64).fit(1, cbs=[cb,GradientAccumulation(16)])

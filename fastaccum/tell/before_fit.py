@@ -377,8 +377,8 @@ def settings_of(learn:Learner, with_weights:bool)->tuple:
     cbs = [cb for cb in users_of(learn.cbs) if hears(cb, 'before_batch')]
     counters = {f'`{type(o).__name__}.{k}`':n for o in cbs for k,n in vars(o).items() if type(n) is int}
     if not with_weights: return hypers,counters,{}
-    # a change in place increases the version, and a new value of `data` has another address; parameters of
-    # other classes may have no address
+    # A change in place increases the version, and a new value of `data` has another address. Subclasses of
+    # `nn.Parameter` are left out, because their memory may have no address.
     weights = {f'`{name}`':((p._version,p.data_ptr()),p.detach().float().norm())
         for name,p in model.named_parameters() if type(p) is nn.Parameter and p.dtype.is_floating_point}
     return hypers,counters,weights
